@@ -1,0 +1,294 @@
+"""The records of ``results/<machine>/<commit>.samples.jsonl``: what each line means and which lines are refused.
+
+One JSON object a line. Times are seconds per step, memory is bytes. Parsing is strict: a missing field, a wrong type, a
+schema this version does not know, or a time that is NaN, infinite or not positive is a :class:`RecordError`, because a
+wrong number that looks right is worse than a missing one. Fields this version does not know are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+SCHEMA = 1
+
+
+class RecordError(ValueError):
+    """A record that cannot be used. The message names the field and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One invocation of the measurement on one commit.
+
+    ``facts`` describe the machine and its software (device, driver, cuda, torch, python, …); ``started`` is in UTC.
+    """
+
+    run: str
+    commit: str
+    started: datetime
+    facts: Mapping[str, object]
+    kitsune_file: str | None
+    harness_file: str | None
+    profile: str
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Seconds per step of the timed blocks of one variant in one round, in the order they were taken.
+
+    ``device_s`` comes from device events and is None where the device has none (CPU); both have one entry per block.
+    """
+
+    wall_s: tuple[float, ...]
+    device_s: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One fresh process that timed the variants of one case in turns; entry i of every variant is the same turn."""
+
+    run: str
+    round: int
+    case: str
+    model: str
+    batch: int
+    device: str
+    steps_per_block: int
+    blocks: Mapping[str, Blocks]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Set-up seconds, peak memory and losses of one variant, from a process of its own.
+
+    ``losses`` are (step, loss) pairs; a loss of None was not finite. ``kitsune`` is the status of a Kitsune variant.
+    """
+
+    run: str
+    case: str
+    model: str
+    batch: int
+    device: str
+    variant: str
+    precision: str
+    setup_s: float
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_rss_bytes: int | None
+    losses: tuple[tuple[int, float | None], ...]
+    kitsune: Mapping[str, object] | None
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A variant that was not measured: ``status`` is "skipped" (cannot run here) or "failed" (tried, and it broke)."""
+
+    run: str
+    case: str
+    model: str
+    batch: int
+    device: str
+    variant: str
+    precision: str
+    status: str
+    reason: str
+
+
+Record = Run | Round | Profile | Skip
+
+
+def parse_record(fields: object) -> Record:
+    """Turn one decoded JSON value into a record.
+
+    Raises:
+        RecordError: naming the field and what is wrong with it.
+    """
+    if not isinstance(fields, Mapping):
+        raise RecordError(f"expected a JSON object, got {_shown(fields)}")
+    schema = fields.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        raise RecordError(f"schema is {_shown(schema)}; this version reads schema {SCHEMA}")
+    kind = fields.get("kind")
+    if kind == "run":
+        return _run(fields)
+    if kind == "round":
+        return _round(fields)
+    if kind == "profile":
+        return _profile(fields)
+    if kind == "skip":
+        return _skip(fields)
+    raise RecordError(f"kind is {_shown(kind)}; expected one of run, round, profile, skip")
+
+
+def _run(fields: Mapping[str, object]) -> Run:
+    return Run(
+        run=_text(fields, "run"),
+        commit=_text(fields, "commit"),
+        started=_moment(fields, "started"),
+        facts=_mapping(fields, "facts"),
+        kitsune_file=_optional_text(fields, "kitsune_file"),
+        harness_file=_optional_text(fields, "harness_file"),
+        profile=_choice(fields, "profile", ("quick", "full")),
+    )
+
+
+def _round(fields: Mapping[str, object]) -> Round:
+    named = _mapping(fields, "blocks")
+    if not named:
+        raise RecordError("blocks is empty")
+    blocks = {variant: _blocks(variant, entry) for variant, entry in named.items()}
+    lengths = {variant: len(entry.wall_s) for variant, entry in blocks.items()}
+    if len(set(lengths.values())) > 1:
+        raise RecordError(f"blocks: variants have different numbers of blocks, so turns cannot be paired: {lengths}")
+    return Round(
+        run=_text(fields, "run"),
+        round=_whole(fields, "round", least=0),
+        case=_text(fields, "case"),
+        model=_text(fields, "model"),
+        batch=_whole(fields, "batch", least=1),
+        device=_text(fields, "device"),
+        steps_per_block=_whole(fields, "steps_per_block", least=1),
+        blocks=blocks,
+    )
+
+
+def _blocks(variant: str, entry: object) -> Blocks:
+    where = f"blocks[{variant!r}]"
+    if not isinstance(entry, Mapping):
+        raise RecordError(f"{where}: expected an object, got {_shown(entry)}")
+    wall = _times(entry.get("wall_s"), f"{where}.wall_s")
+    if entry.get("device_s") is None:
+        return Blocks(wall, None)
+    device = _times(entry["device_s"], f"{where}.device_s")
+    if len(device) != len(wall):
+        raise RecordError(f"{where}: {len(wall)} wall times but {len(device)} device times")
+    return Blocks(wall, device)
+
+
+def _profile(fields: Mapping[str, object]) -> Profile:
+    setup_s = _number(fields.get("setup_s"), "setup_s")
+    if setup_s < 0:
+        raise RecordError(f"setup_s is {setup_s}; expected 0 or more seconds")
+    return Profile(
+        run=_text(fields, "run"),
+        case=_text(fields, "case"),
+        model=_text(fields, "model"),
+        batch=_whole(fields, "batch", least=1),
+        device=_text(fields, "device"),
+        variant=_text(fields, "variant"),
+        precision=_text(fields, "precision"),
+        setup_s=setup_s,
+        peak_allocated_bytes=_optional_bytes(fields, "peak_allocated_bytes"),
+        peak_reserved_bytes=_optional_bytes(fields, "peak_reserved_bytes"),
+        peak_rss_bytes=_optional_bytes(fields, "peak_rss_bytes"),
+        losses=_losses(fields.get("losses")),
+        kitsune=None if fields.get("kitsune") is None else _mapping(fields, "kitsune"),
+    )
+
+
+def _skip(fields: Mapping[str, object]) -> Skip:
+    return Skip(
+        run=_text(fields, "run"),
+        case=_text(fields, "case"),
+        model=_text(fields, "model"),
+        batch=_whole(fields, "batch", least=1),
+        device=_text(fields, "device"),
+        variant=_text(fields, "variant"),
+        precision=_text(fields, "precision"),
+        status=_choice(fields, "status", ("skipped", "failed")),
+        reason=_text(fields, "reason"),
+    )
+
+
+def _losses(entries: object) -> tuple[tuple[int, float | None], ...]:
+    if not isinstance(entries, (list, tuple)):
+        raise RecordError(f"losses: expected a list of [step, loss], got {_shown(entries)}")
+    curve: list[tuple[int, float | None]] = []
+    for entry in entries:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 2 or type(entry[0]) is not int:
+            raise RecordError(f"losses: expected [step, loss], got {_shown(entry)}")
+        step, loss = entry
+        if curve and step <= curve[-1][0]:
+            raise RecordError(f"losses: step {step} does not come after step {curve[-1][0]}")
+        curve.append((step, None if loss is None else _number(loss, f"losses at step {step}")))
+    return tuple(curve)
+
+
+def _times(entries: object, where: str) -> tuple[float, ...]:
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise RecordError(f"{where}: expected a list of at least one time, got {_shown(entries)}")
+    times = tuple(_number(entry, where) for entry in entries)
+    if min(times) <= 0:
+        raise RecordError(f"{where}: {min(times)} is not a positive time")
+    return times
+
+
+def _number(value: object, where: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise RecordError(f"{where}: expected a number, got {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RecordError(f"{where}: {_shown(value)} is not a finite number")
+    return number
+
+
+def _text(fields: Mapping[str, object], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise RecordError(f"{name}: expected a text that is not empty, got {_shown(value)}")
+    return value
+
+
+def _optional_text(fields: Mapping[str, object], name: str) -> str | None:
+    return None if fields.get(name) is None else _text(fields, name)
+
+
+def _choice(fields: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:
+    value = fields.get(name)
+    if value not in allowed:
+        raise RecordError(f"{name} is {_shown(value)}; expected one of {', '.join(allowed)}")
+    assert isinstance(value, str)
+    return value
+
+
+def _whole(fields: Mapping[str, object], name: str, *, least: int) -> int:
+    value = fields.get(name)
+    if type(value) is not int or value < least:
+        raise RecordError(f"{name}: expected a whole number from {least}, got {_shown(value)}")
+    return value
+
+
+def _optional_bytes(fields: Mapping[str, object], name: str) -> int | None:
+    return None if fields.get(name) is None else _whole(fields, name, least=0)
+
+
+def _mapping(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
+    value = fields.get(name)
+    if not isinstance(value, Mapping):
+        raise RecordError(f"{name}: expected an object, got {_shown(value)}")
+    return value
+
+
+def _moment(fields: Mapping[str, object], name: str) -> datetime:
+    text = _text(fields, name)
+    try:
+        moment = datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith("Z") else text)
+    except ValueError:
+        raise RecordError(f"{name}: {text!r} is not an ISO 8601 date and time") from None
+    if moment.tzinfo is None:
+        raise RecordError(f"{name}: {text!r} has no time zone; expected UTC, such as 2026-01-31T12:00:00+00:00")
+    return moment.astimezone(timezone.utc)
+
+
+def _shown(value: object) -> str:
+    """The value in a message: short, and recognisable when absent."""
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,320 @@
+"""The only reader and writer of ``results/``.
+
+``results/<machine>/<full commit hash>.samples.jsonl`` holds one JSON object a line (see :mod:`harness.records`), beside
+the files asv keeps there itself. A file is replaced as a whole or left as it was, writers wait for one another, and what
+cannot be read is named in :attr:`History.damage` and skipped, so that one bad line never hides the others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from harness.records import SCHEMA, Blocks, Profile, Record, RecordError, Round, Run, Skip, parse_record
+from harness.revisions import history_order
+
+__all__ = [
+    "SCHEMA",
+    "Blocks",
+    "Damage",
+    "History",
+    "Profile",
+    "ResultsError",
+    "Round",
+    "Run",
+    "Skip",
+    "Store",
+    "write_whole",
+]
+
+_SUFFIX = ".samples.jsonl"
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+class ResultsError(Exception):
+    """Results that cannot be read or written. ``path`` is the file or folder; the message says what to do."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something in the results that could not be used and was skipped. ``line`` counts from 1; None is the whole file."""
+
+    path: Path
+    line: int | None
+    problem: str
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Everything readable in the file of one commit, in the order it was written."""
+
+    runs: tuple[Run, ...]
+    rounds: tuple[Round, ...]
+    profiles: tuple[Profile, ...]
+    skips: tuple[Skip, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """What one machine measured.
+
+    ``commits`` are full hashes, oldest first: in the order of git's history where the results lie inside a checkout that
+    knows them; commits it does not know come before those it knows, by the start of their first run.
+    """
+
+    machine: str
+    commits: tuple[str, ...]
+    damage: tuple[Damage, ...]
+    _measured: Mapping[str, _Measured] = field(repr=False)
+
+    def runs(self, commit: str) -> tuple[Run, ...]:
+        """The runs on a commit, earliest first; empty for a commit that was not measured."""
+        return self._measured[commit].runs if commit in self._measured else ()
+
+    def rounds(self, commit: str) -> tuple[Round, ...]:
+        """The rounds of all runs on a commit, as written."""
+        return self._measured[commit].rounds if commit in self._measured else ()
+
+    def profiles(self, commit: str) -> tuple[Profile, ...]:
+        """The profiles of all runs on a commit, as written."""
+        return self._measured[commit].profiles if commit in self._measured else ()
+
+    def skips(self, commit: str) -> tuple[Skip, ...]:
+        """The skipped and failed variants of all runs on a commit, as written."""
+        return self._measured[commit].skips if commit in self._measured else ()
+
+
+class Store:
+    """The ``results/`` folder.
+
+    Args:
+        root: the folder; it need not exist before the first :meth:`append`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def machines(self) -> list[str]:
+        """Names of the machines that have samples, sorted."""
+        try:
+            return sorted({path.parent.name for path in self.root.glob(f"*/*{_SUFFIX}")})
+        except OSError as error:
+            raise ResultsError(self.root, f"cannot be listed ({error.strerror}); check its permissions") from error
+
+    def append(self, machine: str, commit: str, records: Sequence[Mapping[str, object]]) -> Path:
+        """Add records to a commit's file: all of them, or none where anything goes wrong.
+
+        Earlier lines are kept byte for byte. ``schema`` is filled in where absent; a loss that is not finite is kept as
+        null.
+
+        Args:
+            machine: the folder's name, one path component.
+            commit: full commit hash, lower-case.
+            records: at least one mapping as :mod:`harness.records` describes them.
+
+        Returns:
+            The file.
+
+        Raises:
+            ResultsError: a record would not be readable again, a name is unusable, or the file cannot be written.
+        """
+        path = self._path(machine, commit)
+        lines = "".join(_encoded(record, path, commit) for record in records).encode()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.parent / ".lock"):
+                for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+                    leftover.unlink()
+                earlier = path.read_bytes() if path.exists() else b""
+                if earlier and not earlier.endswith(b"\n"):
+                    earlier += b"\n"
+                write_whole(path, earlier + lines)
+        except OSError as error:
+            raise ResultsError(
+                path, f"cannot be written ({error.strerror}); earlier results are untouched. Free it and run again"
+            ) from error
+        return path
+
+    def load(self, machine: str, commits: Iterable[str] | None = None) -> History:
+        """Read a machine's results.
+
+        Args:
+            machine: one of :meth:`machines`.
+            commits: full hashes to restrict reading to; None reads all.
+
+        Raises:
+            ResultsError: there is no such machine. Damage inside its files is never an error.
+        """
+        folder = self.root / machine
+        if machine not in self.machines():
+            known = ", ".join(self.machines()) or "none yet"
+            raise ResultsError(folder, f"holds no samples; machines with results: {known}")
+        wanted = None if commits is None else set(commits)
+        damage: list[Damage] = []
+        measured: dict[str, _Measured] = {}
+        for path in sorted(folder.glob(f"*{_SUFFIX}")):
+            commit = path.name[: -len(_SUFFIX)]
+            if not _COMMIT.fullmatch(commit):
+                damage.append(Damage(path, None, "the name does not begin with a full commit hash"))
+            elif wanted is None or commit in wanted:
+                found = _read(path, commit, damage)
+                if found.runs:
+                    measured[commit] = found
+        return History(machine, self._ordered(measured), tuple(damage), measured)
+
+    def _ordered(self, measured: Mapping[str, _Measured]) -> tuple[str, ...]:
+        position = history_order(measured, self.root)
+
+        def age(commit: str) -> tuple[int, datetime, str]:
+            return position.get(commit, -1), measured[commit].runs[0].started, commit
+
+        return tuple(sorted(measured, key=age))
+
+    def _path(self, machine: str, commit: str) -> Path:
+        if not machine or machine.startswith(".") or Path(machine).name != machine:
+            raise ResultsError(self.root, f"{machine!r} cannot be a machine's folder; give one plain name")
+        if not _COMMIT.fullmatch(commit):
+            raise ResultsError(self.root / machine, f"{commit!r} is not a full lower-case commit hash")
+        return self.root / machine / f"{commit}{_SUFFIX}"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that readers see the old content or the new, never a part, even if the process is killed.
+
+    Raises:
+        OSError: the file cannot be written; the old content is still there.
+    """
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file that exists only while it is held or waited for.
+
+    The system drops the lock of a process that dies. A waiter may get the lock of a file that its holder has removed
+    meanwhile; it then starts again with the file that now has the name.
+    """
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if _is_at(path, handle):
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
+        finally:
+            os.close(handle)
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _encoded(record: Mapping[str, object], path: Path, commit: str) -> str:
+    """One line of the file, proved readable."""
+    fields = {"schema": SCHEMA, **record}
+    if isinstance(fields.get("losses"), (list, tuple)):
+        fields["losses"] = [_finite_or_none(entry) for entry in fields["losses"]]  # type: ignore[attr-defined]
+    try:
+        line = json.dumps(fields, allow_nan=False, separators=(",", ":"))
+        parsed = parse_record(json.loads(line))
+    except (RecordError, TypeError, ValueError) as error:
+        raise ResultsError(path, f"nothing written: a {fields.get('kind')!r} record is unusable: {error}") from error
+    if isinstance(parsed, Run) and parsed.commit != commit:
+        raise ResultsError(path, f"nothing written: the run record is of commit {parsed.commit!r}")
+    return line + "\n"
+
+
+def _finite_or_none(entry: object) -> object:
+    if isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], float):
+        return [entry[0], entry[1] if math.isfinite(entry[1]) else None]
+    return entry
+
+
+def _read(path: Path, commit: str, damage: list[Damage]) -> _Measured:
+    """Everything readable in a file; what is not goes to ``damage``."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        damage.append(Damage(path, None, f"cannot be read ({error.strerror})"))
+        return _Measured((), (), (), ())
+    numbered: list[tuple[int, Record]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            numbered.append((number, _parsed(line, commit)))
+        except RecordError as error:
+            damage.append(Damage(path, number, str(error)))
+    return _measured(path, numbered, damage)
+
+
+def _parsed(line: bytes, commit: str) -> Record:
+    try:
+        record = parse_record(json.loads(line))
+    except RecordError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"not valid JSON ({error})") from None
+    if isinstance(record, Run) and record.commit != commit:
+        raise RecordError(f"a run of commit {record.commit!r} in the file of another commit")
+    return record
+
+
+def _measured(path: Path, numbered: Sequence[tuple[int, Record]], damage: list[Damage]) -> _Measured:
+    """Sort records by kind, leaving out repeated ones and those whose run is unknown."""
+    known = {record.run for _, record in numbered if isinstance(record, Run)}
+    seen: dict[tuple[object, ...], int] = {}
+    kept: list[Record] = []
+    for number, record in numbered:
+        key = _identity(record)
+        if record.run not in known:
+            damage.append(Damage(path, number, f"its run {record.run!r} has no readable run record"))
+        elif key in seen:
+            damage.append(Damage(path, number, f"repeats line {seen[key]}"))
+        else:
+            seen[key] = number
+            kept.append(record)
+    runs = sorted((record for record in kept if isinstance(record, Run)), key=lambda run: run.started)
+    return _Measured(
+        tuple(runs),
+        tuple(record for record in kept if isinstance(record, Round)),
+        tuple(record for record in kept if isinstance(record, Profile)),
+        tuple(record for record in kept if isinstance(record, Skip)),
+    )
+
+
+def _identity(record: Record) -> tuple[object, ...]:
+    """What may stand in a file once: counting the same round twice would make an interval falsely tight."""
+    if isinstance(record, Run):
+        return Run, record.run
+    if isinstance(record, Round):
+        return Round, record.run, record.device, record.case, record.round
+    return type(record), record.run, record.device, record.case, record.variant
