@@ -239,9 +239,10 @@ def _is_at(path: Path, handle: int) -> bool:
 
 def _encoded(record: Mapping[str, object], path: Path, commit: str) -> str:
     """One line of the file, proved readable."""
-    fields = {"schema": SCHEMA, **record}
-    if isinstance(fields.get("losses"), (list, tuple)):
-        fields["losses"] = [_finite_or_none(entry) for entry in fields["losses"]]  # type: ignore[attr-defined]
+    fields: dict[str, object] = {"schema": SCHEMA, **record}
+    losses = fields.get("losses")
+    if isinstance(losses, (list, tuple)):
+        fields["losses"] = [_finite_or_none(entry) for entry in losses]
     try:
         line = json.dumps(fields, allow_nan=False, separators=(",", ":"))
         parsed = parse_record(json.loads(line))
@@ -278,7 +279,7 @@ def _read(path: Path, commit: str, damage: list[Damage]) -> _Measured:
 
 def _parsed(line: bytes, commit: str) -> Record:
     try:
-        record = parse_record(json.loads(line))
+        record = parse_record(json.loads(line, parse_constant=_refuse_constant))
     except RecordError:
         raise
     except (ValueError, RecursionError) as error:
@@ -286,6 +287,10 @@ def _parsed(line: bytes, commit: str) -> Record:
     if isinstance(record, Run) and record.commit != commit:
         raise RecordError(f"a run of commit {record.commit!r} in the file of another commit")
     return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise RecordError(f"{name} is not a finite number")
 
 
 def _measured(path: Path, numbered: Sequence[tuple[int, Record]], damage: list[Damage]) -> _Measured:
