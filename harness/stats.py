@@ -110,9 +110,9 @@ def verdict(estimate: Estimate, margin: float) -> Verdict:
     """Judge a ratio of times by its whole interval.
 
     ``margin`` is the relative difference that does not matter: ratios from 1 / (1 + margin) to 1 + margin count as the
-    same. Faster and slower are said only of an interval that lies beyond that band altogether, the same only of one that
-    lies within it (the interval form of the equivalence test: Schuirmann, J. Pharmacokinetics and Biopharmaceutics,
-    1987); anything else is inconclusive and asks for more rounds.
+    same. Faster and slower are said only of an interval that lies beyond that band altogether, the same only of one
+    that lies within it (the interval form of the equivalence test: Schuirmann, J. Pharmacokinetics and
+    Biopharmaceutics, 1987); anything else is inconclusive and asks for more rounds.
 
     Raises:
         ValueError: the margin is not a positive finite number.
@@ -170,8 +170,9 @@ def loss_gap(curve: Curve, baseline: Curve) -> float | None:
     """How far training has come compared with a baseline on the same batches, as a share of the baseline's progress.
 
     At the last step that both curves have: (loss - baseline loss) / (baseline's first loss - baseline loss). 0 is
-    parity, 0.1 says a tenth of what the baseline learned is missing, negative values say more was learned. Infinite where
-    the curve is no longer finite; None where it cannot be said (no common step, or a baseline that has not learned).
+    parity, 0.1 says a tenth of what the baseline learned is missing, negative values say more was learned. Infinite
+    where the curve is no longer finite; None where it cannot be said (no common step, or a baseline that has not
+    learned).
     """
     reference = dict(baseline)
     common = [(step, loss) for step, loss in curve if step in reference]

@@ -1,8 +1,8 @@
 """The only reader and writer of ``results/``.
 
-``results/<machine>/<full commit hash>.samples.jsonl`` holds one JSON object a line (see :mod:`harness.records`), beside
-the files asv keeps there itself. A file is replaced as a whole or left as it was, writers wait for one another, and what
-cannot be read is named in :attr:`History.damage` and skipped, so that one bad line never hides the others.
+``results/<machine>/<full commit hash>.samples.jsonl`` holds one JSON object a line (see :mod:`harness.records`),
+beside the files asv keeps there itself. A file is replaced as a whole or left as it was, writers wait for one another,
+and what cannot be read is named in :attr:`History.damage` and skipped, so that one bad line never hides the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResultsError(Exception):
 
 @dataclass(frozen=True)
 class Damage:
-    """Something in the results that could not be used and was skipped. ``line`` counts from 1; None is the whole file."""
+    """Something that could not be used and was skipped. ``line`` counts from 1; None is the whole file."""
 
     path: Path
     line: int | None
@@ -70,8 +70,8 @@ class _Measured:
 class History:
     """What one machine measured.
 
-    ``commits`` are full hashes, oldest first: in the order of git's history where the results lie inside a checkout that
-    knows them; commits it does not know come before those it knows, by the start of their first run.
+    ``commits`` are full hashes, oldest first: in the order of git's history where the results lie inside a checkout
+    that knows them; commits it does not know come before those it knows, by the start of their first run.
     """
 
     machine: str

@@ -1,0 +1,284 @@
+"""Typed rows built from history: every number the tables and the report show is computed here or in ``stats``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from harness.names import is_kitsune, order, precision_of, reference_of
+from harness.revisions import describe
+from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
+from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
+from harness.selection import measurement as measurement_of
+from harness.stats import (
+    Estimate,
+    break_even_steps,
+    compare_ratios,
+    geometric_mean,
+    loss_gap,
+    paired_ratio,
+    typical_seconds,
+    verdict,
+)
+from harness.store import History, Profile
+
+DEFAULT_MARGIN = 0.03
+"""Relative difference in time that does not matter; also the bound within which Kitsune must stay behind a peer."""
+
+LOSS_TOLERANCE = 0.05
+"""Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
+
+BASELINE = "eager_fp32"
+"""The variant whose losses the others are held against."""
+
+
+def compare(
+    history: History, base: str | None = None, head: str | None = None, *, folder: Path, margin: float = DEFAULT_MARGIN
+) -> Comparison:
+    """Compare variants at head with one another, and head with base.
+
+    Args:
+        base: the older revision; None for the measured commit before head, if there is one.
+        head: the newer revision; None for the newest measured commit.
+        folder: where to ask git about revisions and commit subjects: the results folder.
+        margin: the relative difference in time that does not matter.
+
+    Raises:
+        ComparisonError: the comparison cannot be formed.
+    """
+    base_commit, head_commit = choose_commits(history, base, head, folder)
+    older, newer = choose_measurements(history, base_commit, head_commit)
+    if not newer.rounds:
+        raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
+    commits = _commits(history, folder)
+    rows = tuple(row for case in newer.rounds for row in _case_rows(newer, case, margin))
+    changes = () if older is None else _changes(older, newer, margin)
+    return Comparison(
+        machine=history.machine,
+        facts=newer.facts,
+        commits=tuple(commits.values()),
+        head=commits[head_commit],
+        base=None if base_commit is None else commits[base_commit],
+        margin=margin,
+        rows=rows,
+        changes=changes,
+        lost=() if older is None else _lost(older, newer),
+        summaries=_summaries(rows),
+        skips=_skip_groups(newer),
+        history=_history(history, commits),
+        losses=_losses(newer),
+        notes=_notes(older, newer, changes),
+        damage=history.damage,
+    )
+
+
+def _commits(history: History, folder: Path) -> dict[str, Commit]:
+    texts = describe(history.commits, folder)
+    commits = {}
+    for sha in history.commits:
+        text = texts.get(sha)
+        measured = history.runs(sha)[-1].started
+        commits[sha] = Commit(sha, text.subject if text else None, text.date if text else None, measured)
+    return commits
+
+
+def _case_rows(measured: Measurement, case: Case, margin: float) -> list[Row]:
+    variants = sorted(measured.variants(case), key=order)
+    seconds = {variant: _seconds(measured, case, variant) for variant in variants}
+    return [_row(measured, case, variant, seconds, margin) for variant in variants]
+
+
+def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, float], margin: float) -> Row:
+    precision = precision_of(variant)
+    reference = _reference(variant, seconds)
+    ratio = _ratio(measured, case, variant, reference)
+    peer = _best_peer(precision, seconds) if is_kitsune(variant) else None
+    peer_ratio = _ratio(measured, case, variant, peer)
+    profile = measured.profiles.get((case, variant))
+    gap, parity = _parity(profile, measured.profiles.get((case, BASELINE)))
+    return Row(
+        case=case,
+        variant=variant,
+        precision=precision,
+        seconds=seconds[variant],
+        device_seconds=_device_seconds(measured, case, variant),
+        rounds=sum(variant in entry.blocks for entry in measured.rounds[case]),
+        reference=reference,
+        ratio=ratio,
+        verdict=None if ratio is None else verdict(ratio, margin),
+        best_peer=peer,
+        peer_ratio=peer_ratio,
+        peer_verdict=None if peer_ratio is None else verdict(peer_ratio, margin),
+        setup_s=None if profile is None else profile.setup_s,
+        break_even_steps=_break_even(measured, case, variant, reference, seconds),
+        allocated_bytes=None if profile is None else profile.peak_allocated_bytes,
+        reserved_bytes=None if profile is None else profile.peak_reserved_bytes,
+        rss_bytes=None if profile is None else profile.peak_rss_bytes,
+        loss_gap=gap,
+        parity=parity,
+        kitsune=None if profile is None else profile.kitsune,
+    )
+
+
+def _reference(variant: str, variants: Mapping[str, float]) -> str | None:
+    """Eager in the same precision, or None where the variant is that itself or eager was not measured."""
+    name = reference_of(variant)
+    return name if name in variants and name != variant else None
+
+
+def _best_peer(precision: str, seconds: Mapping[str, float]) -> str | None:
+    peers = [name for name in seconds if not is_kitsune(name) and precision_of(name) == precision]
+    return min(peers, key=lambda name: seconds[name]) if peers else None
+
+
+def _ratio(measured: Measurement, case: Case, variant: str, reference: str | None) -> Estimate | None:
+    pairs = [] if reference is None else measured.pairs(case, variant, reference)
+    return paired_ratio(pairs) if pairs else None
+
+
+def _seconds(measured: Measurement, case: Case, variant: str) -> float:
+    return typical_seconds([entry.blocks[variant].wall_s for entry in measured.rounds[case] if variant in entry.blocks])
+
+
+def _device_seconds(measured: Measurement, case: Case, variant: str) -> float | None:
+    blocks = [entry.blocks[variant].device_s for entry in measured.rounds[case] if variant in entry.blocks]
+    times = [block for block in blocks if block is not None]
+    return typical_seconds(times) if times else None
+
+
+def _break_even(
+    measured: Measurement, case: Case, variant: str, reference: str | None, seconds: Mapping[str, float]
+) -> int | None:
+    profile = measured.profiles.get((case, variant))
+    eager = None if reference is None else measured.profiles.get((case, reference))
+    if profile is None or eager is None:
+        return None
+    return break_even_steps(profile.setup_s, seconds[variant], eager.setup_s, seconds[eager.variant])
+
+
+def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | None, Parity | None]:
+    if profile is None or baseline is None:
+        return None, None
+    gap = loss_gap(profile.losses, baseline.losses)
+    if gap is None:
+        return None, None
+    if abs(gap) == float("inf"):
+        return gap, Parity.DIVERGED
+    return gap, Parity.AGREES if abs(gap) <= LOSS_TOLERANCE else Parity.DIFFERS
+
+
+def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Change, ...]:
+    changes = []
+    for case in newer.rounds:
+        for variant in sorted(filter(is_kitsune, newer.variants(case)), key=order):
+            reference = reference_of(variant)
+            head, base = newer.pairs(case, variant, reference), older.pairs(case, variant, reference)
+            if head and base:
+                ratio = compare_ratios(head, base)
+                changes.append(
+                    Change(
+                        case=case,
+                        variant=variant,
+                        precision=precision_of(variant),
+                        reference=reference,
+                        base=paired_ratio(base),
+                        head=paired_ratio(head),
+                        ratio=ratio,
+                        verdict=verdict(ratio, margin),
+                    )
+                )
+    return tuple(changes)
+
+
+def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
+    """Kitsune's variants timed at base for which head holds a reason instead of timings."""
+    return tuple(
+        Lost(case, newer.skips[case, variant])
+        for case in older.rounds
+        for variant in older.variants(case)
+        if is_kitsune(variant) and (case, variant) in newer.skips and variant not in newer.variants(case)
+    )
+
+
+def _summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.is_kitsune and row.ratio is not None:
+            groups.setdefault((row.case.device, row.variant), []).append(row)
+    summaries = []
+    for (device, variant), members in groups.items():
+        eager = [1 / row.ratio.ratio for row in members if row.ratio is not None]
+        peers = [1 / row.peer_ratio.ratio for row in members if row.peer_ratio is not None]
+        summaries.append(
+            Summary(
+                variant=variant,
+                precision=precision_of(variant),
+                device=device,
+                over_eager=geometric_mean(eager),
+                over_peer=geometric_mean(peers) if len(peers) == len(eager) else None,
+                cases=len(eager),
+            )
+        )
+    return tuple(summaries)
+
+
+def _skip_groups(measured: Measurement) -> tuple[SkipGroup, ...]:
+    """Failures first, then skips, each in the order of the results."""
+    groups: dict[tuple[str, str], list[tuple[Case, str]]] = {}
+    for (case, variant), skip in measured.skips.items():
+        groups.setdefault((skip.status, skip.reason), []).append((case, variant))
+    ordered = sorted(groups.items(), key=lambda item: item[0][0] != "failed")
+    return tuple(
+        SkipGroup(
+            status=status,
+            reason=reason,
+            variants=tuple(dict.fromkeys(variant for _, variant in members)),
+            cases=tuple(dict.fromkeys(case for case, _ in members)),
+        )
+        for (status, reason), members in ordered
+    )
+
+
+def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, ...]:
+    points: dict[tuple[Case, str], list[Point]] = {}
+    for commit in history.commits:
+        measured = measurement_of(history, commit)
+        for case in measured.rounds:
+            for variant in filter(is_kitsune, measured.variants(case)):
+                ratio = _ratio(measured, case, variant, reference_of(variant))
+                if ratio is not None:
+                    point = Point(commits[commit], ratio, _seconds(measured, case, variant))
+                    points.setdefault((case, variant), []).append(point)
+    return tuple(
+        Series(case, variant, precision_of(variant), tuple(points[case, variant]))
+        for case, variant in sorted(points, key=lambda key: order(key[1]))
+    )
+
+
+def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
+    profiles = sorted(measured.profiles.items(), key=lambda item: order(item[0][1]))
+    return tuple(
+        LossCurve(case, variant, profile.precision, profile.losses)
+        for (case, variant), profile in profiles
+        if profile.losses
+    )
+
+
+def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Change]) -> tuple[str, ...]:
+    notes = []
+    if newer.left_out:
+        differing = sorted({name for run in newer.left_out for name in changed_facts(run.facts, newer.facts)})
+        notes.append(
+            f"{len(newer.left_out)} earlier run(s) of {newer.commit[:8]} in another environment are left out"
+            f" (they differ in {', '.join(differing)})"
+        )
+    if older is None:
+        notes.append("no earlier commit is measured on this machine, so no change can be judged")
+        return tuple(notes)
+    differing = list(changed_facts(older.facts, newer.facts))
+    if differing:
+        told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
+        notes.append(f"the environment changed between the commits ({told}); changes may be its doing")
+    if not changes:
+        notes.append("no Kitsune variant was measured beside eager at both commits, so no change can be judged")
+    return tuple(notes)

@@ -1,0 +1,49 @@
+"""What a variant's name says: its precision, its family, its place in a table, and how to call it before a reader."""
+
+from __future__ import annotations
+
+_PRECISIONS = ("fp32", "tf32", "amp")
+_FAMILIES = ("eager", "compile", "handcaptured", "kitsune")
+_LABELS = {
+    "eager": "eager",
+    "compile": "torch.compile",
+    "compile_reduce_overhead": "torch.compile, reduce-overhead",
+    "handcaptured": "hand-captured",
+    "handcaptured_compile": "hand-captured torch.compile",
+    "kitsune_dropin": "Kitsune drop-in",
+    "kitsune_trainstep": "Kitsune TrainStep",
+}
+
+
+def is_kitsune(variant: str) -> bool:
+    """Whether Kitsune runs a variant."""
+    return family_of(variant) == "kitsune"
+
+
+def family_of(variant: str) -> str:
+    """The first part of the name: "eager", "compile", "handcaptured", "kitsune", or that of one's own variant."""
+    return variant.partition("_")[0]
+
+
+def precision_of(variant: str) -> str:
+    """The last part of the name: "fp32", "tf32", "amp", or that of one's own variant."""
+    return variant.rpartition("_")[2]
+
+
+def label(variant: str) -> str:
+    """The variant in words, without its precision; an unknown name as it is."""
+    return _LABELS.get(variant.rpartition("_")[0], variant)
+
+
+def reference_of(variant: str) -> str:
+    """The variant another one's time is a multiple of: eager in the same precision."""
+    return f"eager_{precision_of(variant)}"
+
+
+def order(variant: str) -> tuple[int, int, str]:
+    """Sort key: by precision, then family (eager, compiled, by hand, Kitsune), then name; unknown ones last."""
+    return _place(precision_of(variant), _PRECISIONS), _place(family_of(variant), _FAMILIES), variant
+
+
+def _place(name: str, known: tuple[str, ...]) -> int:
+    return known.index(name) if name in known else len(known)

@@ -1,0 +1,176 @@
+"""What a comparison consists of: the typed rows that the tables and the report show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+from harness.names import is_kitsune
+from harness.selection import Case
+from harness.stats import Estimate, Verdict
+from harness.store import Damage, Skip
+
+
+class Parity(Enum):
+    """Whether a variant's loss agrees with the baseline's after the same steps on the same data."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    DIVERGED = "diverged"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A measured commit. ``subject`` and ``date`` are None where git does not know it; ``measured`` is in UTC."""
+
+    sha: str
+    subject: str | None
+    date: str | None
+    measured: datetime
+
+    @property
+    def short(self) -> str:
+        """The first eight characters of the hash, as asv names its files."""
+        return self.sha[:8]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one case at the newer commit.
+
+    ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (Kitsune's rows) over that of the
+    fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
+    ``device_seconds`` is None without device events; set-up, memory and loss are None without a profile.
+    ``break_even_steps`` is None where the variant never earns its set-up back.
+    """
+
+    case: Case
+    variant: str
+    precision: str
+    seconds: float
+    device_seconds: float | None
+    rounds: int
+    reference: str | None
+    ratio: Estimate | None
+    verdict: Verdict | None
+    best_peer: str | None
+    peer_ratio: Estimate | None
+    peer_verdict: Verdict | None
+    setup_s: float | None
+    break_even_steps: int | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    rss_bytes: int | None
+    loss_gap: float | None
+    parity: Parity | None
+    kitsune: Mapping[str, object] | None
+
+    @property
+    def is_kitsune(self) -> bool:
+        """Whether Kitsune runs this variant."""
+        return is_kitsune(self.variant)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A Kitsune variant between two commits.
+
+    ``base`` and ``head`` are its time as a multiple of eager's in the same precision, measured in the same process;
+    ``ratio`` is head over base. Eager is the control: what slows the whole machine cancels.
+    """
+
+    case: Case
+    variant: str
+    precision: str
+    reference: str
+    base: Estimate
+    head: Estimate
+    ratio: Estimate
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A Kitsune variant that was measured at base and could not be measured at head."""
+
+    case: Case
+    skip: Skip
+
+
+@dataclass(frozen=True)
+class SkipGroup:
+    """Variants not measured for one and the same reason, and the cases this concerns."""
+
+    status: str
+    reason: str
+    variants: tuple[str, ...]
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Geometric means of a Kitsune variant's speed-ups over the cases of a device, and how many cases each is over."""
+
+    variant: str
+    precision: str
+    device: str
+    over_eager: float
+    over_peer: float | None
+    cases: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """A variant at one commit of the history: its time as a multiple of eager's, and its seconds per step."""
+
+    commit: Commit
+    ratio: Estimate
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """A Kitsune variant over the measured commits, oldest first; commits without it are absent."""
+
+    case: Case
+    variant: str
+    precision: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The losses of one variant of a case at head."""
+
+    case: Case
+    variant: str
+    precision: str
+    losses: tuple[tuple[int, float | None], ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything there is to say about two commits (or one, where ``base`` is None) on one machine."""
+
+    machine: str
+    facts: Mapping[str, object]
+    commits: tuple[Commit, ...]
+    head: Commit
+    base: Commit | None
+    margin: float
+    rows: tuple[Row, ...]
+    changes: tuple[Change, ...]
+    lost: tuple[Lost, ...]
+    summaries: tuple[Summary, ...]
+    skips: tuple[SkipGroup, ...]
+    history: tuple[Series, ...]
+    losses: tuple[LossCurve, ...]
+    notes: tuple[str, ...]
+    damage: tuple[Damage, ...]
+
+    @property
+    def regressions(self) -> int:
+        """Kitsune variants that became slower by more than the margin, or can no longer be measured."""
+        return len(self.lost) + sum(change.verdict is Verdict.SLOWER for change in self.changes)

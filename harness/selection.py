@@ -1,0 +1,175 @@
+"""Which results are compared: the machine, the commits, and the runs of a commit that belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.revisions import matching
+from harness.store import History, Profile, Round, Run, Skip, Store
+
+ENVIRONMENT_FACTS = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "cpu")
+"""Machine facts that change what is measured: rounds are pooled only where all of these agree."""
+
+
+class ComparisonError(Exception):
+    """The comparison asked for cannot be formed. The message is one line that says why and what there is instead."""
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A model at a batch size on a device type."""
+
+    name: str
+    model: str
+    batch: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The runs of one commit that may be pooled, and what they measured.
+
+    ``left_out`` are runs of the same commit in another environment than the newest one.
+    """
+
+    commit: str
+    runs: tuple[Run, ...]
+    left_out: tuple[Run, ...]
+    rounds: Mapping[Case, Sequence[Round]]
+    profiles: Mapping[tuple[Case, str], Profile]
+    skips: Mapping[tuple[Case, str], Skip]
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Machine facts of the newest run."""
+        return self.runs[-1].facts
+
+    def variants(self, case: Case) -> tuple[str, ...]:
+        """The variants timed in a case, in the order in which they first appear."""
+        return tuple(dict.fromkeys(variant for entry in self.rounds.get(case, ()) for variant in entry.blocks))
+
+    def pairs(self, case: Case, variant: str, reference: str) -> list[list[tuple[float, float]]]:
+        """Wall seconds per step of two variants, turn by turn, of each round that timed both."""
+        return [
+            list(zip(entry.blocks[variant].wall_s, entry.blocks[reference].wall_s, strict=True))
+            for entry in self.rounds.get(case, ())
+            if variant in entry.blocks and reference in entry.blocks
+        ]
+
+
+def measurement(history: History, commit: str, runs: Sequence[Run] | None = None) -> Measurement:
+    """What the runs of a commit measured, those of the newest run's environment alone.
+
+    Args:
+        runs: the runs to choose from, earliest first, at least one; None for all runs of the commit.
+    """
+    candidates = history.runs(commit) if runs is None else runs
+    pooled = tuple(run for run in candidates if not changed_facts(run.facts, candidates[-1].facts))
+    names = {run.run for run in pooled}
+    rounds: dict[Case, list[Round]] = {}
+    for entry in history.rounds(commit):
+        if entry.run in names:
+            rounds.setdefault(_case(entry), []).append(entry)
+    profiles = {(_case(entry), entry.variant): entry for entry in history.profiles(commit) if entry.run in names}
+    timed = {(case, variant) for case, entries in rounds.items() for entry in entries for variant in entry.blocks}
+    skips = {(_case(entry), entry.variant): entry for entry in history.skips(commit) if entry.run in names}
+    return Measurement(
+        commit=commit,
+        runs=pooled,
+        left_out=tuple(run for run in candidates if run not in pooled),
+        rounds=rounds,
+        profiles=profiles,
+        skips={key: skip for key, skip in skips.items() if key not in timed or skip.run == pooled[-1].run},
+    )
+
+
+def changed_facts(one: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, ...]:
+    """Names of the environment facts in which two runs differ."""
+    return tuple(name for name in ENVIRONMENT_FACTS if one.get(name) != other.get(name))
+
+
+def choose_machine(store: Store, name: str | None, this_machine: Callable[[], str]) -> str:
+    """The machine asked for; without one, this machine if it has results, else the one measured most recently.
+
+    Raises:
+        ComparisonError: there are no results, or none of the machine asked for.
+    """
+    machines = store.machines()
+    if not machines:
+        raise ComparisonError(f"no results in {store.root}: run `make bench`, or give another folder with --results")
+    if name is not None:
+        if name not in machines:
+            raise ComparisonError(f"no results of machine {name!r} in {store.root}; there are: {', '.join(machines)}")
+        return name
+    here = this_machine()
+    if here in machines:
+        return here
+    latest = {}
+    for machine in machines:
+        history = store.load(machine)
+        started = [run.started for commit in history.commits for run in history.runs(commit)]
+        if started:
+            latest[machine] = max(started)
+    return max(latest, key=lambda machine: latest[machine]) if latest else machines[0]
+
+
+def choose_commits(history: History, base: str | None, head: str | None, folder: Path) -> tuple[str | None, str]:
+    """Full hashes of the commits to compare.
+
+    Without ``head`` it is the newest measured commit. Without ``base`` it is the measured commit before ``head``, or
+    None where there is none.
+
+    Args:
+        folder: where to ask git what a revision means.
+
+    Raises:
+        ComparisonError: nothing is readable, or a revision names no measured commit, or several.
+    """
+    if not history.commits:
+        raise ComparisonError(_nothing_readable(history))
+    chosen_head = history.commits[-1] if head is None else _measured(head, history, folder)
+    if base is not None:
+        return _measured(base, history, folder), chosen_head
+    before = history.commits[: history.commits.index(chosen_head)]
+    return (before[-1] if before else None), chosen_head
+
+
+def choose_measurements(history: History, base: str | None, head: str) -> tuple[Measurement | None, Measurement]:
+    """The measurements of the commits; a commit against itself is its newest run against the runs before it.
+
+    Raises:
+        ComparisonError: a commit is to be compared with itself, but was measured only once.
+    """
+    if base is None:
+        return None, measurement(history, head)
+    if base != head:
+        return measurement(history, base), measurement(history, head)
+    runs = history.runs(head)
+    if len(runs) < 2:
+        raise ComparisonError(f"commit {head[:8]} was measured once; measure it again to compare it with itself")
+    return measurement(history, head, runs[:-1]), measurement(history, head, runs[-1:])
+
+
+def _measured(revision: str, history: History, folder: Path) -> str:
+    found = matching(revision, history.commits, folder)
+    if len(found) == 1:
+        return found[0]
+    shorts = [commit[:8] for commit in (found or history.commits)]
+    listed = ", ".join(["…", *shorts[-10:]] if len(shorts) > 10 else shorts)
+    if found:
+        raise ComparisonError(f"{revision!r} fits several measured commits: {listed}; give more characters")
+    raise ComparisonError(f"{revision!r} is not measured on {history.machine}; measured, oldest first: {listed}")
+
+
+def _nothing_readable(history: History) -> str:
+    if not history.damage:
+        return f"no run is recorded for machine {history.machine}"
+    first = history.damage[0]
+    place = str(first.path) if first.line is None else f"{first.path}, line {first.line}"
+    return f"nothing readable for machine {history.machine}: {place}: {first.problem}"
+
+
+def _case(entry: Round | Profile | Skip) -> Case:
+    return Case(entry.case, entry.model, entry.batch, entry.device)
