@@ -13,6 +13,7 @@ from pathlib import Path
 
 _EVERYWHERE = ("errors", "config")
 _FACES = ("step", "optimizer", "status")
+
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
@@ -29,7 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fallback": _EVERYWHERE,
     "loop": (*_EVERYWHERE, "device", "capture", "passes", "schedule", "memory", "execution", "fallback"),
 }
-LAYERS |= {face: (*LAYERS, *_FACES) for face in _FACES}
+LAYERS |= dict.fromkeys(_FACES, (*LAYERS, *_FACES))
 """For each module or package of `kitsune`, which others it may import; itself always."""
 
 _KITSUNE_REQUIRES = ("torch", "triton")
