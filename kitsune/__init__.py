@@ -1,0 +1,11 @@
+"""Kitsune: a drop-in accelerator for PyTorch training."""
+
+from kitsune.config import Config as Config
+from kitsune.errors import ConfigError as ConfigError
+from kitsune.errors import KitsuneError as KitsuneError
+from kitsune.errors import Refusal as Refusal
+from kitsune.optimizer import KitsuneOptimizer as KitsuneOptimizer
+from kitsune.status import Status as Status
+from kitsune.step import TrainStep as TrainStep
+
+__version__ = "0.1.0"

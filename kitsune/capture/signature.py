@@ -1,0 +1,84 @@
+"""What must be equal for a call to be answered by a graph that an earlier call led to.
+
+Kitsune looks here before it asks Dynamo's guards: a signature not seen before runs eagerly and is
+captured only when it comes back. What the signature leaves out (attributes of modules, closures,
+globals) is guarded by Dynamo; what Dynamo does not see (hooks, identities, storages) is in
+`state.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kitsune.errors import Refusal
+
+
+def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], module: torch.nn.Module, device: torch.device) -> Hashable:
+    """The signature of calling `module` (or a step around it) with these arguments in the present state of torch."""
+    return (
+        tuple(map(_describe, args)),
+        tuple((name, _describe(value)) for name, value in kwargs.items()) if kwargs else (),
+        module.training,
+        _ambient(device),
+    )
+
+
+def refuse_arguments(inputs: Sequence[torch.Tensor]) -> Refusal | None:
+    """None if a replay can take over copies of these arguments of a call."""
+    for tensor in inputs:
+        kind = f"an argument of shape {tuple(tensor.shape)}"
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            return Refusal(f"{kind} is a {type(tensor).__name__}, a tensor subclass")
+        if tensor.layout is not torch.strided:
+            return Refusal(f"{kind} has layout {tensor.layout}")
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            return Refusal(f"{kind} overlaps itself in memory", remedy="pass a contiguous copy")
+    return None
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        return (value.shape, value.stride() if strided else None, value.dtype, value.device, value.requires_grad)
+    if isinstance(value, float):
+        return (float, value, math.copysign(1.0, value))  # 0.0 == -0.0, and yet they are different inputs
+    if value is None or isinstance(value, (bool, int, complex, str, bytes, torch.dtype, torch.device)):
+        return (type(value), value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_describe, value))
+    if isinstance(value, Mapping):
+        return (type(value), *((name, _describe(item)) for name, item in value.items()))
+    return type(value)
+
+
+def _ambient(device: torch.device) -> Hashable:
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    common = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+    )
+    if device.type != "cuda":
+        return common
+    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
+    return (
+        *common,
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.conv.fp32_precision,
+        cudnn.rnn.fp32_precision,
+        cudnn.enabled,
+        cudnn.benchmark,
+        cudnn.deterministic,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )

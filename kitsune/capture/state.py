@@ -1,0 +1,296 @@
+"""The optimizer's side of a captured step: which of its tensors and numbers the graph uses, and
+whether they still are what they were.
+
+A `Binding` is made once for a captured graph. Before each replay `refresh` checks that parameters,
+state tensors and code-selecting options are the ones that were captured, and writes the numbers
+that changed (learning rate, step count) into the graph's inputs; after it `advance` does what
+`optimizer.step()` does on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from kitsune.capture.update_rules import Rule, rule_for
+from kitsune.errors import Refusal, RefusedError
+
+Style = Literal["fused", "composed"]
+
+CONSTANTS = "a hyperparameter beside the learning rate"
+
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPOSED_DTYPES = (torch.float32, torch.float64)
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
+    """None if `optimizer.step()` runs no hooks of the user's.
+
+    The hook dictionaries have no public reader.
+    """
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    if any(hooks):
+        return Refusal("the optimizer has step hooks, which a replay would not run")
+    return None
+
+
+@dataclass
+class _Slot:
+    """Parameters of one group that are updated together."""
+
+    group: dict[str, Any]
+    params: list[torch.nn.Parameter]
+    state: dict[str, list[torch.Tensor]]
+    steps: list[torch.Tensor]
+    scalars: dict[str, torch.Tensor]
+    written: dict[str, float] = field(default_factory=dict)
+
+
+class _StepMirror:
+    """A step count on the device for host counts that advance together.
+
+    `torch.optim` keeps its step counts on the host unless told otherwise; a graph on the device
+    needs them there. The host's counts stay the truth: they are read (through shared memory, so
+    that every kind of edit is seen) before each replay.
+    """
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self.value = value
+        self.tensor = torch.full((), value, dtype=torch.float32, device=device)
+        self._counts: list[Any] = []
+
+    def follow(self, step: torch.Tensor) -> None:
+        kind = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[step.dtype]
+        self._counts.append(kind.from_address(step.data_ptr()))
+
+    def refresh(self) -> bool:
+        counts = {count.value for count in self._counts}
+        if len(counts) != 1:
+            return False
+        value = counts.pop()
+        if value != self.value:
+            self.tensor.fill_(value)
+            self.value = value
+        return True
+
+
+class Binding:
+    """The tensors of `optimizer` that an update of `params` reads and writes.
+
+    Args:
+        optimizer: a plain `torch.optim` optimizer whose state is initialised for `params`.
+        params: the parameters that have a gradient in the captured step.
+        composed: use the composed form of the update even where the fused one would do.
+        found_inf: a float32 scalar on the device; the update changes nothing where it is 1.
+
+    Raises:
+        RefusedError: the update cannot be captured.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[torch.nn.Parameter],
+        *,
+        composed: bool = False,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        rule = rule_for(optimizer)
+        if isinstance(rule, Refusal):
+            raise RefusedError(rule)
+        self._rule: Rule = rule
+        self._optimizer = optimizer
+        self._found_inf = found_inf
+        self.params = tuple(params)
+        self.style: Style = _style(self.params, composed)
+        if found_inf is not None and self.style == "composed":
+            raise RefusedError(Refusal("a gradient scaler needs the optimizer's fused update", remedy="keep betas, momentum and weight decay constant"))
+        self._mirrors: dict[float, _StepMirror] = {}
+        self._host_steps: list[torch.Tensor] = []
+        self._group_ids = _group_ids(optimizer)
+        self._selection = self._select()
+        self._slots = self._make_slots()
+        self._watched = self._watch()
+        self._write_scalars()
+
+    @staticmethod
+    def is_initialised(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+        """Whether `optimizer` has made the state that updating `param` needs; it does so in the first `step()`."""
+        rule = rule_for(optimizer)
+        if isinstance(rule, Refusal):
+            raise RefusedError(rule)
+        group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
+        names = (*rule.state_names(group), *(("step",) if rule.has_step else ()))
+        state = optimizer.state.get(param, {})
+        return all(isinstance(state.get(name), torch.Tensor) for name in names)
+
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that `update` needs beside parameters and gradients, in a fixed order, each once."""
+        tensors = [] if self._found_inf is None else [self._found_inf]
+        for slot in self._slots:
+            tensors += [tensor for values in slot.state.values() for tensor in values]
+            tensors += [*slot.steps, *slot.scalars.values()]
+        return list({id(tensor): tensor for tensor in tensors}.values())
+
+    def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """The update itself, on stand-ins for `self.params`, their gradients and `self.inputs()`."""
+        stand_in = {id(real): fake for real, fake in zip((*self.params, *self.inputs()), (*params, *inputs), strict=True)}
+        gradient = {id(real): grad for real, grad in zip(self.params, grads, strict=True)}
+        found_inf = None if self._found_inf is None else stand_in[id(self._found_inf)]
+        steps = list({id(step): stand_in[id(step)] for slot in self._slots for step in slot.steps}.values())
+        if steps:
+            torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+        for slot in self._slots:
+            self._update_slot(slot, stand_in, gradient, found_inf)
+
+    def refresh(self) -> str | None:
+        """Makes the graph's inputs those of the coming step; None, or what has changed since the capture.
+
+        The answer `CONSTANTS` means that a hyperparameter changed that the fused update holds as a
+        constant, so that the composed update should be captured instead.
+        """
+        if _group_ids(self._optimizer) != self._group_ids:
+            return "the optimizer's parameters"
+        if self._select() != self._selection:
+            return CONSTANTS if self.style == "fused" else "the optimizer's options"
+        states = self._optimizer.state
+        for param, name, tensor, address in self._watched:
+            if states[param].get(name) is not tensor or tensor.data_ptr() != address:
+                return "the optimizer's state"
+        if not all(mirror.refresh() for mirror in self._mirrors.values()):
+            return "the optimizer's step counts"
+        self._write_scalars()
+        return None
+
+    def advance(self, skipped: bool = False) -> None:
+        """What `optimizer.step()` does on the host: counts, and tells schedulers and autograd that it ran."""
+        self._optimizer._opt_called = True  # read by torch.optim.lr_scheduler, to warn of a missing step()
+        if skipped:
+            return
+        if self._host_steps:
+            torch._foreach_add_(self._host_steps, 1)
+            for mirror in self._mirrors.values():
+                mirror.value += 1
+        torch.autograd.graph.increment_version(self.params)
+
+    def needs_skip(self) -> bool:
+        """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
+        return bool(self._host_steps)
+
+    def _make_slots(self) -> list[_Slot]:
+        wanted = {id(param) for param in self.params}
+        slots = []
+        for group in self._optimizer.param_groups:
+            params = [param for param in group["params"] if id(param) in wanted]
+            names = self._rule.state_names(group)
+            state = {name: [self._state(param, name) for param in params] for name in names}
+            steps = [self._step(param) for param in params] if self._rule.has_step else []
+            if params:
+                slots += self._split(_Slot(group, params, state, steps, self._make_scalars(group, params[0].device)))
+        return slots
+
+    def _watch(self) -> list[tuple[torch.nn.Parameter, str, torch.Tensor, int]]:
+        watched = []
+        for slot in self._slots:
+            names = (*slot.state, "step") if slot.steps else tuple(slot.state)
+            for param in slot.params:
+                tensors = [(name, self._state(param, name)) for name in names]
+                watched += [(param, name, tensor, tensor.data_ptr()) for name, tensor in tensors]
+        return watched
+
+    def _split(self, slot: _Slot) -> list[_Slot]:
+        """Fused updates want one dtype a launch; composed ones also one step count."""
+        keys = [
+            (param.dtype, id(slot.steps[index]) if slot.steps and self.style == "composed" else None)
+            for index, param in enumerate(slot.params)
+        ]
+        parts = []
+        for key in dict.fromkeys(keys):
+            chosen = [index for index, other in enumerate(keys) if other == key]
+            state = {name: [tensors[index] for index in chosen] for name, tensors in slot.state.items()}
+            steps = [slot.steps[index] for index in chosen] if slot.steps else []
+            parts.append(_Slot(slot.group, [slot.params[index] for index in chosen], state, steps, slot.scalars, slot.written))
+        return parts
+
+    def _state(self, param: torch.nn.Parameter, name: str) -> torch.Tensor:
+        value = self._optimizer.state.get(param, {}).get(name)
+        if not isinstance(value, torch.Tensor):
+            raise RefusedError(Refusal(f"the optimizer has no state {name!r} yet for a parameter of shape {tuple(param.shape)}"))
+        return value
+
+    def _step(self, param: torch.nn.Parameter) -> torch.Tensor:
+        step = self._state(param, "step")
+        if step.device == param.device:
+            return step
+        value = float(step)
+        mirror = self._mirrors.setdefault(value, _StepMirror(value, param.device))
+        mirror.follow(step)
+        self._host_steps.append(step)
+        return mirror.tensor
+
+    def _make_scalars(self, group: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+        # The fused operators read a float32 learning rate on the device, and any dtype on the CPU.
+        single = self.style == "fused" and device.type != "cpu"
+        dtype = torch.float32 if single else torch.float64
+        return {name: torch.zeros((), dtype=dtype, device=device) for name in self._numbers(group)}
+
+    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        live = {"lr": group["lr"]}
+        return live if self.style == "fused" else {**live, **self._rule.hyperparameters(group)}
+
+    def _select(self) -> list[tuple[Any, ...]]:
+        fused = self.style == "fused"
+        return [
+            (self._rule.flags(group), tuple(self._rule.hyperparameters(group).values()) if fused else ())
+            for group in self._optimizer.param_groups
+        ]
+
+    def _write_scalars(self) -> None:
+        for slot in self._slots:
+            for name, value in self._numbers(slot.group).items():
+                if isinstance(value, torch.Tensor):
+                    slot.scalars[name].copy_(value)
+                elif slot.written.get(name) != value:
+                    slot.scalars[name].fill_(value)
+                    slot.written[name] = value
+
+    def _update_slot(
+        self,
+        slot: _Slot,
+        stand_in: dict[int, torch.Tensor],
+        gradient: dict[int, torch.Tensor],
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [stand_in[id(tensor)] for tensor in tensors]
+
+        params, state = stand_ins(slot.params), {name: stand_ins(tensors) for name, tensors in slot.state.items()}
+        grads, steps = [gradient[id(param)] for param in slot.params], stand_ins(slot.steps)
+        scalars = {name: stand_in[id(scalar)] for name, scalar in slot.scalars.items()}
+        if self.style == "fused":
+            self._rule.fused(params, grads, state, steps, scalars["lr"], slot.group, found_inf)
+        else:
+            self._rule.composed(params, grads, state, steps[0] if steps else None, scalars, slot.group)
+
+
+def _style(params: Sequence[torch.nn.Parameter], composed: bool) -> Style:
+    dtypes = {param.dtype for param in params}
+    if not composed and dtypes <= set(_FUSED_DTYPES) and all(param.device.type in ("cpu", "cuda") for param in params):
+        return "fused"
+    if dtypes <= set(_COMPOSED_DTYPES):
+        return "composed"
+    raise RefusedError(Refusal(f"there is no captured update for parameters of {', '.join(sorted(map(str, dtypes)))}"))
+
+
+def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]

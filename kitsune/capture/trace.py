@@ -1,0 +1,75 @@
+"""Traces functions of flat tensors down to ATen, through autograd, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kitsune.errors import Refusal, RefusedError
+from kitsune.graph.dataflow import storage_of
+from kitsune.graph.verify import refuse_graph
+
+FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
+
+
+def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The ATen graph of `function(*inputs)`: one placeholder an input, a list of tensors (or None) as output.
+
+    Tracing computes on fake tensors: nothing is read from or written to `inputs`, and no random
+    number is drawn. Views, in-place writes and operators that draw random numbers stay as they are.
+
+    Raises:
+        RefusedError: the function cannot be traced, or what was traced is not a legal graph.
+    """
+    try:
+        with fx.traceback.preserve_node_meta(), _without_autocast_cache():
+            module = make_fx(function, tracing_mode="fake")(*inputs)
+    except RefusedError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, AssertionError) as error:
+        # Fake tensors stand for the user's values, so any operator may object in its own way.
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        raise RefusedError(Refusal(f"tracing failed: {type(error).__name__}: {reason}")) from error
+    refusal = refuse_graph(module.graph)
+    if refusal is not None:
+        raise RefusedError(refusal)
+    return module
+
+
+def interpret(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Runs `graph` node by node, so that what is traced meanwhile remembers the user's source lines."""
+    result: Sequence[torch.Tensor] = fx.Interpreter(graph).run(*inputs)
+    return result
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast's cache of casts would outlive the tracing and hold fake tensors."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def own_gradients(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`grads`, each in memory of its own and laid out like its parameter, as autograd's accumulation leaves them.
+
+    Backward formulas may return one tensor for several parameters, an input, or an expanded value;
+    writing to such a gradient in place would write to the others as well. To be called while tracing.
+    """
+    taken = {storage_of(tensor) for tensor in inputs}
+    owned = []
+    for param, grad in zip(params, grads, strict=True):
+        if storage_of(grad) in taken or grad.stride() != param.stride() or grad.dtype != param.dtype:
+            grad = torch.empty_like(param, requires_grad=False).copy_(grad)
+        taken.add(storage_of(grad))
+        owned.append(grad.detach())
+    return owned

@@ -1,0 +1,148 @@
+"""The options of Kitsune. This module is the only reader of `KITSUNE_*` environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kitsune.errors import ConfigError
+
+Mode = Literal["auto", "replay", "eager"]
+
+_AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of `TrainStep` and `KitsuneOptimizer`.
+
+    A field that is not given takes the environment variable `KITSUNE_<FIELD>` (for example
+    `KITSUNE_MODE=eager`) where that is set, else its default.
+
+    Attributes:
+        mode: `"auto"` replays what was captured where that is measured faster than eager on the
+            user's own steps; `"replay"` replays whatever can be captured, without measuring;
+            `"eager"` runs plain PyTorch.
+        enable_amp: run the forward pass under `torch.autocast`. In a drop-in loop floating-point
+            outputs of the model come back as float32.
+        amp_dtype: `torch.bfloat16` or `torch.float16` (or their names). float16 needs a gradient
+            scaler, so `TrainStep` takes it together with `grad_scaler` only.
+        compile: let Inductor compile the captured graph. Off by default: compiling takes from
+            seconds to minutes.
+        max_memory: the most bytes of device memory that a captured step may use for
+            intermediates, static inputs and warm-up; an int, or text such as `"2GB"`. None: no bound.
+        max_graphs: how many captured graphs (one for each signature of the inputs) are kept; the
+            least recently used one is released first.
+        num_streams: number of CUDA streams for the schedule, 1 to 8. Not yet in effect.
+        enable_fusion: fuse operators of the captured graph. Not yet in effect.
+    """
+
+    mode: Mode = "auto"
+    enable_amp: bool = False
+    amp_dtype: torch.dtype = torch.bfloat16
+    compile: bool = False
+    max_memory: int | None = None
+    max_graphs: int = 8
+    num_streams: int | None = None
+    enable_fusion: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, parse in _PARSERS.items():
+            object.__setattr__(self, name, parse(name, getattr(self, name)))
+        if self.mode == "eager" and self.compile:
+            raise ConfigError("compile", True, "False with mode='eager', which captures nothing")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], base: Config | None = None) -> Config:
+        """`base` (else the environment's values, else the defaults) with `options` replaced.
+
+        Raises:
+            ConfigError: for an unknown option or a value that is not allowed.
+        """
+        unknown = sorted(set(options) - option_names())
+        if unknown:
+            raise ConfigError(unknown[0], options[unknown[0]], "the options " + ", ".join(sorted(option_names())))
+        if base is not None:
+            return dataclasses.replace(base, **options)
+        return cls(**{**_environment(), **options})
+
+    def not_in_effect(self) -> tuple[str, ...]:
+        """Options that were given and validated, but that change nothing in this version."""
+        return tuple(name for name in ("num_streams", "enable_fusion") if getattr(self, name) is not None)
+
+
+def option_names() -> set[str]:
+    """The names of all options."""
+    return {field.name for field in dataclasses.fields(Config)}
+
+
+def _environment() -> dict[str, str]:
+    values = {}
+    for name in option_names():
+        variable = f"KITSUNE_{name.upper()}"
+        if os.environ.get(variable):
+            values[name] = os.environ[variable]
+    return values
+
+
+def _mode(name: str, value: object) -> Mode:
+    if value == "auto" or value == "replay" or value == "eager":
+        return value
+    raise ConfigError(name, value, "'auto', 'replay', 'eager'")
+
+
+def _flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("0", "false", "1", "true"):
+        return value.lower() in ("1", "true")
+    raise ConfigError(name, value, "True or False")
+
+
+def _optional_flag(name: str, value: object) -> bool | None:
+    return None if value is None else _flag(name, value)
+
+
+def _amp_dtype(name: str, value: object) -> torch.dtype:
+    value = _AMP_DTYPES.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, torch.dtype) and value in _AMP_DTYPES.values():
+        return value
+    raise ConfigError(name, value, "torch.bfloat16 or torch.float16")
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> int:
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
+        return value
+    raise ConfigError(name, value, f"a whole number from {low}" + (f" to {high}" if high is not None else " up"))
+
+
+def _bytes(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+        if match is None:
+            raise ConfigError(name, value, "a number of bytes, or text such as '512MB' or '2GB'")
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    return _whole(name, value, 1, None)
+
+
+_PARSERS: Mapping[str, Callable[[str, object], object]] = {
+    "mode": _mode,
+    "enable_amp": _flag,
+    "amp_dtype": _amp_dtype,
+    "compile": _flag,
+    "max_memory": _bytes,
+    "max_graphs": lambda name, value: _whole(name, value, 1, None),
+    "num_streams": lambda name, value: None if value is None else _whole(name, value, 1, 8),
+    "enable_fusion": _optional_flag,
+}

@@ -1,0 +1,64 @@
+"""Kitsune's errors, and the value that says why something was not accelerated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something runs as plain PyTorch.
+
+    Attributes:
+        reason: what stands in the way, in one sentence.
+        culprit: the source line or the operator that caused it, where one is known.
+        remedy: what the user can do about it, where something can be done.
+    """
+
+    reason: str
+    culprit: str | None = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        text = self.reason
+        if self.culprit:
+            text += f" [{self.culprit}]"
+        if self.remedy:
+            text += f"; {self.remedy}"
+        return text
+
+
+class KitsuneError(Exception):
+    """The root of Kitsune's exceptions."""
+
+
+class ConfigError(KitsuneError, ValueError):
+    """An option that does not exist, has a value that is not allowed, or contradicts another.
+
+    Attributes:
+        option: the option's name.
+        value: what was passed.
+        allowed: the values that are allowed, in words.
+    """
+
+    def __init__(self, option: str, value: object, allowed: str) -> None:
+        super().__init__(f"option {option!r} got {value!r}; allowed: {allowed}")
+        self.option = option
+        self.value = value
+        self.allowed = allowed
+
+
+class RefusedError(KitsuneError):
+    """Carries a `Refusal` from where it was found to where it is answered by running eagerly.
+
+    It never reaches the user.
+
+    Attributes:
+        refusal: the reason.
+        passing: whether the next step may succeed where this one could not.
+    """
+
+    def __init__(self, refusal: Refusal, *, passing: bool = False) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+        self.passing = passing

@@ -1,0 +1,44 @@
+"""Runs a captured graph operator by operator, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+Outputs = Sequence[torch.Tensor | None]
+
+
+class InOrder:
+    """Executes the operators of a graph in their order.
+
+    The inputs are used as they are, in-place writes reach them, and the outputs are new tensors
+    that belong to the caller. Neither autograd nor autocast sees the operators: the graph holds
+    the gradients and the casts already.
+
+    Args:
+        module: a graph of ATen operators over flat tensors.
+        compile: let Inductor compile the graph at the first call.
+    """
+
+    name = "in order"
+    keeps_outputs = False
+
+    def __init__(self, module: fx.GraphModule, *, compile: bool = False) -> None:
+        self._run = module.forward
+        if compile:
+            self.name = "inductor"
+            self._run = torch.compile(module, fullgraph=True, dynamic=False)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
+        device = inputs[0].device.type
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device):
+                return self._run(*inputs)
+            with torch.autocast(device, enabled=False):
+                return self._run(*inputs)
+
+    def release(self) -> None:
+        """Drops the graph."""
+        del self._run

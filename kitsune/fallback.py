@@ -1,0 +1,130 @@
+"""Chooses between eager execution and replay, by measuring both; counts and reports what was chosen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from kitsune.config import Mode
+from kitsune.errors import Refusal, RefusedError
+
+Choice = Literal["eager", "replay"]
+
+_log = logging.getLogger("kitsune")
+
+# The first eager step initialises libraries and optimizer state; the first replay captures.
+_UNTIMED = 1
+_SAMPLES = 4
+
+_FREE_CAPTURES = 4
+_REPLAYS_PER_CAPTURE = 20
+
+
+class Chooser:
+    """Decides how the steps of one signature run.
+
+    In `"auto"` mode the first steps run eagerly and are timed, the next are replayed and timed, and
+    what was faster stays. All of them are the user's own steps, so measuring changes no result. In
+    `"replay"` mode the first step is eager (it initialises the optimizer's state) and nothing is
+    timed.
+
+    Args:
+        mode: the configured mode.
+        synchronize: waits for the device, so that times are of work done and not of work queued.
+    """
+
+    def __init__(self, mode: Mode, synchronize: Callable[[], None]) -> None:
+        self.refusal: Refusal | None = None
+        if mode == "eager":
+            self.refusal = Refusal("mode='eager' was asked for")
+        self._auto = mode == "auto"
+        self._synchronize = synchronize
+        self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
+        self._best: dict[Choice, float] = {}
+        self._started = 0.0
+        self.settled = mode == "eager"
+
+    def next(self) -> Choice:
+        """How the coming step shall run."""
+        if self.refusal is not None:
+            return "eager"
+        return "eager" if self._seen["eager"] < self._wanted() else "replay"
+
+    def start(self) -> None:
+        """Marks the start of a step."""
+        if self._timing():
+            self._synchronize()
+            self._started = time.perf_counter()
+
+    def finish(self, choice: Choice, steps: int = 1) -> None:
+        """Marks the end of a step (or of several) that ran as `choice`."""
+        if self.settled:
+            return
+        self._seen[choice] += 1
+        if self._timing() and self._seen[choice] > _UNTIMED:
+            self._synchronize()
+            seconds = (time.perf_counter() - self._started) / steps
+            self._best[choice] = min(seconds, self._best.get(choice, seconds))
+        if self._seen["replay"] >= self._wanted():
+            self._settle()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """From now on steps of this signature run eagerly."""
+        self.refusal = refusal
+        self.settled = True
+
+    @property
+    def eager_seconds(self) -> float | None:
+        return self._best.get("eager")
+
+    @property
+    def replay_seconds(self) -> float | None:
+        return self._best.get("replay")
+
+    def _wanted(self) -> int:
+        return _UNTIMED + (_SAMPLES if self._auto else 0)
+
+    def _timing(self) -> bool:
+        return self._auto and not self.settled
+
+    def _settle(self) -> None:
+        self.settled = True
+        if self._auto and self._best["replay"] >= self._best["eager"]:
+            times = f"{self._best['replay'] * 1e6:.0f} us against {self._best['eager'] * 1e6:.0f} us"
+            self.refusal = Refusal(f"replay was measured no faster than eager ({times})")
+
+
+class CaptureBudget:
+    """Limits how often something may be captured again: each capture must be followed by enough replays."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def spend(self, replays: int) -> None:
+        """Counts one capture.
+
+        Raises:
+            RefusedError: there were too many for the number of replays so far.
+        """
+        self.captures += 1
+        if self.captures > _FREE_CAPTURES + replays // _REPLAYS_PER_CAPTURE:
+            raise RefusedError(Refusal(f"it would have to be captured a {self.captures}th time after {replays} replays"))
+
+
+class RefusalLog:
+    """Remembers every refusal once, and logs it once."""
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+        self._seen: dict[str, None] = {}
+
+    def add(self, refusal: Refusal) -> None:
+        text = str(refusal)
+        if text not in self._seen:
+            self._seen[text] = None
+            _log.warning("%s runs as plain PyTorch: %s", self._subject, text)
+
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(self._seen)

@@ -1,0 +1,56 @@
+"""What a legal captured graph is."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from kitsune.errors import Refusal
+from kitsune.graph import dataflow
+
+_HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
+
+
+def source_line(node: fx.Node) -> str | None:
+    """The innermost line of the user's source that led to `node`, where tracing recorded one."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    places = [position for position, line in enumerate(lines) if line.startswith("File ")]
+    return ": ".join(lines[places[-1] : places[-1] + 2]) if places else None
+
+
+def refuse_graph(graph: fx.Graph) -> Refusal | None:
+    """None if `graph` can be replayed; else the first thing that stands in the way.
+
+    Legal is a graph of ATen operators (and `getitem`) over tensors of one device, beside
+    zero-dimensional CPU tensors, whose shapes do not depend on data and that reads nothing back to
+    the host.
+    """
+    devices: set[torch.device] = set()
+    for node in graph.nodes:
+        if node.op in ("call_method", "call_module"):
+            return Refusal(f"{node.op} of {node.target} was not traced down to ATen", source_line(node))
+        if node.op == "call_function" and node.target is not operator.getitem:
+            refusal = _refuse_operator(node)
+            if refusal is not None:
+                return refusal
+        devices |= {tensor.device for tensor in dataflow.tensors(node) if tensor.dim() or tensor.device.type != "cpu"}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            return Refusal(f"the step uses several devices ({names})", source_line(node) or node.name)
+    return None
+
+
+def _refuse_operator(node: fx.Node) -> Refusal | None:
+    target = node.target
+    place = source_line(node) or str(target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return Refusal(f"{target} is not an ATen operator", place)
+    if target.namespace != "aten":
+        return Refusal(f"the custom operator {target} may do anything on the host", place)
+    if target in _HOST_READS:
+        return Refusal("the step reads device data on the host", place, "keep the value in a tensor")
+    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
+        return Refusal(f"the result of {target} has a size that depends on data", place)
+    return None

@@ -1,0 +1,64 @@
+"""The mean gradient of several calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from kitsune.capture.step_program import Phase, StepSpec
+
+
+class Accumulators:
+    """Sums of gradients between updates, for steps with `accumulate` above 1.
+
+    Eager and replayed calls add to the same tensors, so that they can alternate.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self.sums: dict[int, torch.Tensor] = {}
+        self._spec = spec
+        self._calls = 0
+        self._with_gradient: set[int] = set()
+
+    def phase(self) -> Phase:
+        """What the coming call is."""
+        if self._spec.accumulate == 1:
+            return "whole"
+        if not self.sums:
+            self.sums.update({id(param): torch.zeros_like(param, requires_grad=False) for param in self._spec.params()})
+        return "last" if self._calls == self._spec.accumulate - 1 else "accumulate"
+
+    def advance(self) -> None:
+        """Counts a call."""
+        self._calls = (self._calls + 1) % self._spec.accumulate
+        if self._calls == 0:
+            self._with_gradient.clear()
+
+    def covered_by(self, params: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether every parameter with a gradient so far is among `params`."""
+        return self._with_gradient <= set(map(id, params))
+
+    def added(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """A replay has added gradients of `params` to the sums."""
+        self._with_gradient.update(map(id, params))
+
+    def attach(self) -> None:
+        """Lets autograd add to the sums: `.grad` becomes the sum, or None where there is none yet."""
+        for param in self._spec.params():
+            param.grad = self.sums[id(param)] if id(param) in self._with_gradient else None
+
+    def detach(self) -> None:
+        """Takes from `.grad` what autograd has added."""
+        for param in self._spec.params():
+            if param.grad is None:
+                continue
+            if param.grad is not self.sums[id(param)]:
+                self.sums[id(param)].copy_(param.grad)
+                self._with_gradient.add(id(param))
+            param.grad = None
+
+    def clear(self) -> None:
+        """Sets the sums to zero, after an update that ran eagerly."""
+        for total in self.sums.values():
+            total.zero_()

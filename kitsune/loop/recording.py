@@ -1,0 +1,109 @@
+"""A graph made ready to replay, and the conditions on its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import fx
+
+from kitsune.config import Config
+from kitsune.device import refuse_inductor
+from kitsune.errors import Refusal, RefusedError
+from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.in_order import InOrder, Outputs
+from kitsune.fallback import RefusalLog
+from kitsune.graph import dataflow, liveness
+
+Pool = tuple[int, int]
+
+
+class Recording:
+    """An executor for `module` and the inputs it was made for.
+
+    Args:
+        module: the graph.
+        inputs: the tensors of the present call.
+        stable: positions of inputs that stay the same tensors from call to call (parameters,
+            buffers, optimizer state); a replay uses them in place. All others are copied in.
+        config: `max_memory` and `compile` apply.
+        pool: the CUDA memory pool.
+        log: told when an option cannot be followed.
+
+    Raises:
+        RefusedError: the graph cannot be replayed on copies of these inputs, or would need more
+            memory than is allowed or there.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[torch.Tensor],
+        *,
+        stable: Collection[int],
+        config: Config,
+        pool: Pool | None,
+        log: RefusalLog,
+    ) -> None:
+        device = inputs[0].device
+        copied = [position for position in range(len(inputs)) if position not in stable]
+        mutated = dataflow.written_inputs(module.graph)
+        _refuse_inputs(inputs, copied, mutated, device)
+        _refuse_memory(module, inputs, copied, mutated, config)
+        compile = config.compile
+        if compile and (refusal := refuse_inductor(device)) is not None:
+            log.add(refusal)
+            compile = False
+        self._stable = [(position, inputs[position], inputs[position].data_ptr()) for position in sorted(stable)]
+        self.executor: InOrder | CudaGraph
+        if pool is None:
+            self.executor = InOrder(module, compile=compile)
+            return
+        try:
+            self.executor = CudaGraph(module, inputs, copied=copied, mutated=mutated, pool=pool, compile=compile)
+        except torch.OutOfMemoryError as error:
+            raise RefusedError(Refusal("there is too little device memory to capture the step")) from error
+
+    def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the stable inputs are still the same tensors at the same addresses."""
+        return all(inputs[place] is tensor and tensor.data_ptr() == address for place, tensor, address in self._stable)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
+        return self.executor(inputs)
+
+    def release(self) -> None:
+        self.executor.release()
+        self._stable.clear()
+
+
+def memory_pool(device: torch.device) -> Pool | None:
+    """A new CUDA memory pool for graphs on `device`; None on other devices."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def _refuse_inputs(
+    inputs: Sequence[torch.Tensor], copied: Sequence[int], mutated: dict[int, fx.Node], device: torch.device
+) -> None:
+    for position in copied:
+        if position in mutated:
+            node = mutated[position]
+            raise RefusedError(Refusal(f"{node.target} writes to an argument of the step", node.name))
+    for tensor in inputs:
+        if tensor.device != device:
+            raise RefusedError(Refusal(f"the step uses tensors on {device} and on {tensor.device}"))
+
+
+def _refuse_memory(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], copied: Sequence[int], mutated: dict[int, fx.Node], config: Config
+) -> None:
+    if config.max_memory is None:
+        return
+    copies = {position: inputs[position].untyped_storage().nbytes() for position in (*copied, *mutated)}
+    needed = liveness.peak_bytes(module.graph) + sum(copies.values())
+    if needed > config.max_memory:
+        raise RefusedError(
+            Refusal(
+                f"capturing needs about {needed / 2**20:.1f} MiB, max_memory allows {config.max_memory / 2**20:.1f}",
+                remedy="raise max_memory or lower the batch size",
+            )
+        )

@@ -1,0 +1,87 @@
+"""What `status()` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Status:
+    """What Kitsune does with the user's training step at this moment, and why.
+
+    Attributes:
+        mode: `"replay"`: the captured graph runs; `"measuring"`: steps run eagerly or replayed
+            while both are timed; `"eager"`: plain PyTorch runs; `"idle"`: no step has run yet.
+        reason: why `mode` is what it is.
+        covered: the parts of the step that the captured graph replaces, of `"forward"`, `"loss"`,
+            `"backward"`, `"update"`.
+        executor: what runs the captured graph: `"cuda graph"`, `"in order"` or `"inductor"`; None
+            where nothing is captured.
+        setup_seconds: wall time spent on tracing, compiling, warming up and capturing so far.
+        eager_seconds: the best measured time of an eager step; None where it was not measured.
+        replay_seconds: the same of a replayed step.
+        gain: `eager_seconds / replay_seconds`.
+        break_even_steps: replayed steps after which the setup has paid for itself.
+        graphs: how many captured graphs are held.
+        replays: steps that were replayed.
+        fallbacks: steps (or parts of steps) that ran eagerly although a captured graph existed.
+        refusals: what was not captured or not replayed, and why; each reason once.
+        not_in_effect: options that were given, but change nothing in this version.
+    """
+
+    mode: str
+    reason: str
+    covered: tuple[str, ...] = ()
+    executor: str | None = None
+    setup_seconds: float = 0.0
+    eager_seconds: float | None = None
+    replay_seconds: float | None = None
+    graphs: int = 0
+    replays: int = 0
+    fallbacks: int = 0
+    refusals: tuple[str, ...] = ()
+    not_in_effect: tuple[str, ...] = ()
+
+    @property
+    def gain(self) -> float | None:
+        if self.eager_seconds is None or self.replay_seconds is None:
+            return None
+        return self.eager_seconds / self.replay_seconds
+
+    @property
+    def break_even_steps(self) -> int | None:
+        if self.eager_seconds is None or self.replay_seconds is None or self.replay_seconds >= self.eager_seconds:
+            return None
+        return int(self.setup_seconds / (self.eager_seconds - self.replay_seconds)) + 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and derived figures, as JSON can hold them."""
+        values = dataclasses.asdict(self)
+        for name in ("covered", "refusals", "not_in_effect"):
+            values[name] = list(values[name])
+        return {**values, "gain": self.gain, "break_even_steps": self.break_even_steps}
+
+    def __str__(self) -> str:
+        rows = [("mode", f"{self.mode} ({self.reason})"), ("covered", ", ".join(self.covered) or "nothing")]
+        if self.executor:
+            rows.append(("executor", self.executor))
+        if self.gain is not None:
+            rows.append(("eager step", f"{_duration(self.eager_seconds)}"))
+            rows.append(("replayed step", f"{_duration(self.replay_seconds)}, gain {self.gain:.2f}x"))
+        rows.append(("setup", f"{self.setup_seconds:.2f} s" + self._pays_off()))
+        rows.append(("graphs", f"{self.graphs} held, {self.replays} replays, {self.fallbacks} fallbacks"))
+        rows += [("refused", refusal) for refusal in self.refusals]
+        rows += [("not yet in effect", option) for option in self.not_in_effect]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["Kitsune", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+    def _pays_off(self) -> str:
+        return "" if self.break_even_steps is None else f", pays off after {self.break_even_steps} steps"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "not measured"
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
