@@ -1,0 +1,83 @@
+"""Deterministic images with learnable classes, for training that means something without any file or network."""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_PROTOTYPES_PER_CLASS = 3
+_COARSE_SIDE = 7
+_MAX_SHIFT = 2
+_SIGNAL = 0.3
+
+
+@dataclass(frozen=True)
+class SyntheticImages:
+    """An endless set of labelled images, cut into numbered batches.
+
+    Every class has a few smooth random prototypes; an image is one of its class's prototypes, moved by up to two
+    pixels and buried in white noise. Pixels have mean 0 and variance 1, like normalized photographs. Every batch is
+    computed on the CPU from a generator of its own: the same in every process and for every device, without touching
+    torch's global random state. Batches of different numbers are fresh draws, so any number that was not trained on
+    serves as held-out data.
+    """
+
+    shape: tuple[int, int, int]
+    """Channels, height and width of an image."""
+    num_classes: int = 10
+    seed: int = 0
+
+    def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Batch number `index`: images (batch_size, *shape) float32, contiguous, and labels (batch_size,) int64.
+
+        Raises ValueError for a batch size below 1 or a negative index.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if index < 0:
+            raise ValueError(f"index must not be negative, not {index}")
+        prototypes = _prototypes(self.shape, self.num_classes, self.seed)
+        generator = _generator("batch", self, batch_size, index)
+        labels = torch.randint(self.num_classes, (batch_size,), generator=generator, device="cpu")
+        variants = torch.randint(_PROTOTYPES_PER_CLASS, (batch_size,), generator=generator, device="cpu")
+        shifts = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2, batch_size, 1), generator=generator, device="cpu")
+        images = _shifted(prototypes[labels, variants], shifts)
+        noise = torch.randn(images.shape, generator=generator, dtype=torch.float32, device="cpu")
+        images = _SIGNAL * images + (1 - _SIGNAL**2) ** 0.5 * noise
+        return images.to(device), labels.to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def _prototypes(shape: tuple[int, int, int], num_classes: int, seed: int) -> Tensor:
+    """(num_classes, prototypes per class, *shape) float32, each of mean 0 and variance 1."""
+    channels, height, width = shape
+    count = num_classes * _PROTOTYPES_PER_CLASS
+    generator = _generator("prototypes", shape, num_classes, seed)
+    coarse_shape = (count, channels, _COARSE_SIDE, _COARSE_SIDE)
+    coarse = torch.randn(coarse_shape, generator=generator, dtype=torch.float32, device="cpu")
+    smooth = functional.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False)
+    deviation, mean = torch.std_mean(smooth, dim=(1, 2, 3), keepdim=True)
+    return ((smooth - mean) / deviation).view(num_classes, _PROTOTYPES_PER_CLASS, *shape)
+
+
+def _shifted(images: Tensor, shifts: Tensor) -> Tensor:
+    """Each image rolled by its own number of rows `shifts[0]` and columns `shifts[1]`, both (batch, 1)."""
+    batch_size, channels, height, width = images.shape
+    rows = (torch.arange(height, device="cpu") - shifts[0]) % height
+    columns = (torch.arange(width, device="cpu") - shifts[1]) % width
+    samples = torch.arange(batch_size, device="cpu")
+    return images[
+        samples[:, None, None, None],
+        torch.arange(channels, device="cpu")[:, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]
+
+
+def _generator(*key: object) -> torch.Generator:
+    """A CPU generator whose state is a function of `key` alone; equal keys have equal `repr`."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)

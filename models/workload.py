@@ -1,0 +1,47 @@
+"""What a benchmark trains: a module with its loss, its data, and the sizes that make sense for each device."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.synthetic import SyntheticImages
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """One model, ready to train. `module` is the caller's to train and to move; everything else is constant."""
+
+    name: str
+    module: nn.Module
+    """On the CPU, float32, in train mode, initialized from the seed that `build` was given."""
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    """`loss_fn(module(x), y)` is the mean loss of a batch, a float32 scalar."""
+    data: SyntheticImages
+    default_batch_size: Mapping[str, int]
+    """By device type: "cpu" and "cuda"."""
+    batch_sizes: Mapping[str, tuple[int, ...]]
+    """The sizes of a sweep, ascending, by device type; the default is among them."""
+    learning_rate: float
+    """For Adam on the synthetic data."""
+    channels_last: bool
+    """Whether an expert would train it in `torch.channels_last`."""
+
+    def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Batch number `index` of the synthetic data: see `SyntheticImages.batch`."""
+        return self.data.batch(batch_size, index=index, device=device)
+
+
+@contextlib.contextmanager
+def initialization(seed: int) -> Iterator[None]:
+    """Modules built inside are float32 on the CPU and a function of `seed`; torch's global state is as before after."""
+    default_dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default_dtype)
