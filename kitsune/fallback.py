@@ -75,6 +75,16 @@ class Chooser:
         self.refusal = refusal
         self.settled = True
 
+    def describe(self) -> tuple[str, str]:
+        """The mode and its reason, as a `Status` gives them."""
+        if self.refusal is not None:
+            return "eager", str(self.refusal)
+        if not self.settled:
+            return "measuring", "steps of this signature are being timed, eagerly and replayed"
+        if not self._auto:
+            return "replay", "mode='replay' was asked for"
+        return "replay", "replay was measured faster than eager"
+
     @property
     def eager_seconds(self) -> float | None:
         return self._best.get("eager")
@@ -120,10 +130,15 @@ class RefusalLog:
         self._subject = subject
         self._seen: dict[str, None] = {}
 
-    def add(self, refusal: Refusal) -> None:
+    def add(self, refusal: Refusal | RefusedError) -> None:
+        """Notes a refusal; a passing one, after which replay is tried again, is no warning."""
         text = str(refusal)
-        if text not in self._seen:
-            self._seen[text] = None
+        if text in self._seen:
+            return
+        self._seen[text] = None
+        if isinstance(refusal, RefusedError) and refusal.passing:
+            _log.info("%s ran a step as plain PyTorch: %s", self._subject, text)
+        else:
             _log.warning("%s runs as plain PyTorch: %s", self._subject, text)
 
     def reasons(self) -> tuple[str, ...]:

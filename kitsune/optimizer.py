@@ -1,2 +1,159 @@
+"""`KitsuneOptimizer`: an optimizer whose loop runs accelerated, and is otherwise left as it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
-class KitsuneOptimizer(torch.optim.Optimizer): pass
+
+from kitsune.config import Config, option_names
+from kitsune.errors import ConfigError
+from kitsune.fallback import RefusalLog
+from kitsune.loop.drop_in import DropInLoop
+from kitsune.status import Status
+
+
+class KitsuneOptimizer(torch.optim.Optimizer):
+    """A `torch.optim` optimizer that accelerates the training loop it is used in.
+
+    Two forms:
+
+        optimizer = KitsuneOptimizer(torch.optim.Adam, model.parameters(), lr=1e-3)
+        optimizer = KitsuneOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), enable_amp=True)
+
+    The loop stays as it is. The outermost modules that own the optimizer's parameters are found at
+    their first call; from then on, where that is measured faster, their forward and backward passes
+    and the optimizer's update are replayed from captured graphs. Everything that an optimizer
+    offers (`param_groups`, `state`, `state_dict`, hooks, schedulers, gradient scalers) is that of
+    the wrapped one.
+
+    Args:
+        optimizer: an optimizer class, or an optimizer.
+        params: the parameters or groups, with a class.
+        config: the options, and
+        **options: single options (fields of `Config`), which take precedence; with a class, all
+            other keywords go to it.
+
+    Raises:
+        ConfigError: an unknown option, or a value that is not allowed.
+        TypeError: neither an optimizer class with `params` nor an optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
+        params: Iterable[Any] | None = None,
+        *,
+        config: Config | None = None,
+        **options: Any,
+    ) -> None:
+        own = {name: value for name, value in options.items() if name in option_names()}
+        others = {name: value for name, value in options.items() if name not in own}
+        wrapped = _optimizer(optimizer, params, others)
+        if others and isinstance(optimizer, torch.optim.Optimizer):
+            Config.from_options(others)  # raises, naming the unknown option
+        self.config = Config.from_options(own, config)
+        if self.config.enable_amp and self.config.amp_dtype is torch.float16:
+            raise ConfigError("amp_dtype", torch.float16, "torch.bfloat16; for float16 use torch.autocast and GradScaler in the loop")
+        self._wrapped = wrapped
+        self._log = RefusalLog("the training loop")
+        self._loop: DropInLoop | None = None
+        self._start()
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer inside."""
+        return self._wrapped
+
+    @property  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._wrapped.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._wrapped.param_groups = value
+
+    @property  # type: ignore[override]
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        return self._wrapped.state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._wrapped.state = value
+
+    @property  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
+        return self._wrapped.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters, as the wrapped optimizer does."""
+        if self._loop is None:
+            return self._wrapped.step(closure) if closure is not None else self._wrapped.step()
+        if closure is not None:
+            return self._loop.step_with_closure(closure)
+        self._loop.step()
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._wrapped.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._wrapped.add_param_group(param_group)
+        if self._loop is not None:
+            self._loop.expect(list(self._wrapped.param_groups[-1]["params"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._wrapped.load_state_dict(state_dict)
+
+    def status(self) -> Status:
+        """What the latest iteration of the loop did and why, with figures over all iterations so far."""
+        if self._loop is None:
+            return Status("eager", "a TrainStep has taken over this optimizer", not_in_effect=self.config.not_in_effect())
+        return self._loop.status()
+
+    def hand_over(self) -> torch.optim.Optimizer:
+        """Stops accelerating the loop and returns the wrapped optimizer."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+        return self._wrapped
+
+    def __repr__(self) -> str:
+        return f"KitsuneOptimizer({self._wrapped!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "wrapped": self._wrapped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.config, self._wrapped = state["config"], state["wrapped"]
+        self._log = RefusalLog("the training loop")
+        self._start()
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks and whatever else a particular optimizer has are the wrapped one's.
+        if name == "_wrapped":
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def _start(self) -> None:
+        param = next(param for group in self._wrapped.param_groups for param in group["params"])
+        self._loop = DropInLoop(self._wrapped, self.config, param.device, self._log)
+
+
+def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, Any]) -> torch.optim.Optimizer:
+    if isinstance(kind, KitsuneOptimizer):
+        raise TypeError("the optimizer is a KitsuneOptimizer already")
+    if isinstance(kind, torch.optim.Optimizer):
+        if params is not None:
+            raise TypeError("params belong to an optimizer class; this is an optimizer, which has its own")
+        return kind
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise TypeError(f"expected a torch.optim optimizer or its class, got {kind!r}")
+    if params is None:
+        raise TypeError(f"params are missing: KitsuneOptimizer({kind.__name__}, model.parameters(), ...)")
+    return kind(params, **options)

@@ -118,7 +118,8 @@ class AdamRule(Rule):
             exp_avg_sq = state["max_exp_avg_sq"]
         denominator = torch._foreach_sqrt(exp_avg_sq)
         torch._foreach_div_(denominator, correction2.to(dtype))
-        torch._foreach_add_(denominator, hyper["eps"].to(dtype))
+        # torch._foreach_add_ would take the tensor for a number, and read it on the host.
+        torch.ops.aten._foreach_add_.Tensor(denominator, hyper["eps"].to(dtype))
         change = torch._foreach_div(exp_avg, denominator)
         torch._foreach_mul_(change, (hyper["lr"] / correction1).to(dtype))
         torch._foreach_sub_(params, change)

@@ -26,6 +26,7 @@ class CudaGraph:
         copied: positions of inputs whose values are copied in at each call; the others are used in
             place and must be the same tensors, at the same addresses, at every call.
         mutated: positions of inputs that the graph writes. Warming up runs on copies of them.
+        warm_up: inputs to warm up on in place of `inputs`, where those hold no valid values yet.
         pool: the memory pool, shared by all graphs that never run at the same time and hold
             nothing for each other.
         compile: record what Inductor makes of the graph.
@@ -46,6 +47,7 @@ class CudaGraph:
         mutated: Collection[int],
         pool: tuple[int, int],
         compile: bool = False,
+        warm_up: Sequence[torch.Tensor] | None = None,
     ) -> None:
         run = InOrder(module, compile=compile)
         self._copied = sorted(copied)
@@ -53,7 +55,7 @@ class CudaGraph:
         for position in self._copied:
             self._inputs[position] = _static_copy(inputs[position])
         device = inputs[0].device
-        self._warm_up(run, mutated, device)
+        self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated)
         self._graph = torch.cuda.CUDAGraph()
         with _no_garbage_collection(), torch.cuda.device(device):
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
@@ -65,7 +67,16 @@ class CudaGraph:
         for position, static in zip(self._copied, self._static, strict=True):
             static.copy_(inputs[position], non_blocking=True)
         self._graph.replay()
+        self._warm_outputs = []
         return self._outputs
+
+    def static_outputs(self) -> list[torch.Tensor]:
+        """The tensors that every call returns, in the graph's memory."""
+        return list(self._outputs)
+
+    def warm_outputs(self) -> list[torch.Tensor]:
+        """The outputs of the last warm-up run, computed on valid values; held until the first call."""
+        return list(self._warm_outputs)
 
     def release(self) -> None:
         """Gives the graph and its memory back; the object cannot be called afterwards."""
@@ -73,18 +84,19 @@ class CudaGraph:
         self._outputs = ()
         self._static.clear()
 
-    def _warm_up(self, run: InOrder, mutated: Collection[int], device: torch.device) -> None:
-        """Lets libraries create handles, choose algorithms and load kernels, which a recording must not see."""
-        scratch = list(self._inputs)
-        for position in mutated:
-            scratch[position] = _static_copy(self._inputs[position])
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
-            for _ in range(_WARM_UP_RUNS):
-                run(scratch)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        torch.cuda.synchronize(device)
+
+def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int]) -> Outputs:
+    """Lets libraries create handles, choose algorithms and load kernels, which a recording must not see."""
+    device = inputs[0].device
+    for position in mutated:
+        inputs[position] = _static_copy(inputs[position])
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
+        for _ in range(_WARM_UP_RUNS):
+            outputs = run(inputs)
+    torch.cuda.synchronize(device)
+    return outputs
 
 
 def _static_copy(tensor: torch.Tensor) -> torch.Tensor:

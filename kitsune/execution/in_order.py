@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-Outputs = Sequence[torch.Tensor | None]
+Outputs = Sequence[torch.Tensor]
 
 
 class InOrder:
@@ -38,6 +38,10 @@ class InOrder:
                 return self._run(*inputs)
             with torch.autocast(device, enabled=False):
                 return self._run(*inputs)
+
+    def static_outputs(self) -> list[torch.Tensor]:
+        """None: every call returns new tensors."""
+        return []
 
     def release(self) -> None:
         """Drops the graph."""

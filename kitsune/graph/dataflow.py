@@ -20,6 +20,13 @@ _RUNNING_STATISTICS = {
     torch.ops.aten.miopen_batch_norm.default: (3, 4),
 }
 
+# These write to the gradients only to unscale them, although their schemas do not say so.
+_FUSED_UPDATES = {
+    torch.ops.aten._fused_adam_.tensor_lr,
+    torch.ops.aten._fused_adamw_.tensor_lr,
+    torch.ops.aten._fused_sgd_.tensor_lr,
+}
+
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     """The (fake) tensors that `node` produces."""
@@ -54,6 +61,8 @@ def written(node: fx.Node) -> Iterator[fx.Node]:
             yield node.args[position]
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if argument.name == "grads" and node.target in _FUSED_UPDATES and node.kwargs.get("grad_scale") is None:
             continue
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))

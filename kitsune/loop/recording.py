@@ -29,6 +29,7 @@ class Recording:
         config: `max_memory` and `compile` apply.
         pool: the CUDA memory pool.
         log: told when an option cannot be followed.
+        warm_up: see `CudaGraph`.
 
     Raises:
         RefusedError: the graph cannot be replayed on copies of these inputs, or would need more
@@ -44,6 +45,7 @@ class Recording:
         config: Config,
         pool: Pool | None,
         log: RefusalLog,
+        warm_up: Sequence[torch.Tensor] | None = None,
     ) -> None:
         device = inputs[0].device
         copied = [position for position in range(len(inputs)) if position not in stable]
@@ -60,7 +62,9 @@ class Recording:
             self.executor = InOrder(module, compile=compile)
             return
         try:
-            self.executor = CudaGraph(module, inputs, copied=copied, mutated=mutated, pool=pool, compile=compile)
+            self.executor = CudaGraph(
+                module, inputs, copied=copied, mutated=mutated, pool=pool, compile=compile, warm_up=warm_up
+            )
         except torch.OutOfMemoryError as error:
             raise RefusedError(Refusal("there is too little device memory to capture the step")) from error
 

@@ -66,7 +66,7 @@ class StepLoop:
 
     def status(self) -> Status:
         steps, latest = list(self._steps.values()), self._latest
-        mode, reason = _mode(latest)
+        mode, reason = ("idle", "no step has run yet") if latest is None else latest.chooser.describe()
         return Status(
             mode=mode,
             reason=reason,
@@ -143,15 +143,3 @@ class StepLoop:
             if self._spec.keep_grads and param.grad is not None:
                 param.grad = param.grad.clone()
 
-
-def _mode(step: WholeStep | None) -> tuple[str, str]:
-    if step is None:
-        return "idle", "no step has run yet"
-    chooser = step.chooser
-    if chooser.refusal is not None:
-        return "eager", str(chooser.refusal)
-    if not chooser.settled:
-        return "measuring", "steps of this signature are being timed, eagerly and replayed"
-    if chooser.replay_seconds is None:
-        return "replay", "mode='replay' was asked for"
-    return "replay", "replay was measured faster than eager"

@@ -64,7 +64,7 @@ class WholeStep:
             self._check_hooks()
             loss = self._capture(args, kwargs) if self._guarded is None else self._guarded(args, kwargs)
         except RefusedError as refused:
-            self._log.add(refused.refusal)
+            self._log.add(refused)
             if self._recording is None:
                 self.release()
             if not refused.passing:

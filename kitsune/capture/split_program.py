@@ -1,0 +1,179 @@
+"""A module's call as two programs: forward, and backward from the gradients of the outputs.
+
+The call is traced together with its backward pass as one graph; what depends on the outputs'
+gradients is the backward program, everything else the forward program, which also returns the
+values that the backward program reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kitsune.capture.signature import refuse_arguments
+from kitsune.capture.trace import interpret, own_gradients, trace
+from kitsune.errors import Refusal, RefusedError
+from kitsune.graph import dataflow
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Sizes, strides, dtype and device of a tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class SplitProgram:
+    """The two programs of a call.
+
+    Attributes:
+        forward: takes the flat tensors of the call; returns its outputs, then the saved values.
+        backward: takes the saved values, then a gradient for each differentiable output; returns
+            the gradients of the inputs at `gradient_places`.
+        differentiable: for each output, whether it has a gradient.
+        tangents: layouts of the gradients of the differentiable outputs.
+        gradient_places: positions of the flat inputs that get a gradient.
+        depends: for each of those gradients, the indices of the tangents it depends on.
+        saved_inputs: index among the saved values → position of the flat input that it is.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    differentiable: tuple[bool, ...]
+    tangents: tuple[TensorLayout, ...]
+    gradient_places: tuple[int, ...]
+    depends: tuple[frozenset[int], ...]
+    saved_inputs: dict[int, int]
+
+
+def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitProgram:
+    """Traces `graph(*flat)`, the call of a module, and its backward pass.
+
+    Raises:
+        RefusedError: the call cannot be captured.
+    """
+    refusal = refuse_arguments(flat)
+    if refusal is not None:
+        raise RefusedError(refusal)
+    examples = [_example(output) for output in dataflow.outputs(graph.graph)]
+    differentiable = tuple(example.requires_grad for example in examples)
+    if not any(differentiable):
+        raise RefusedError(Refusal("no output of the model requires a gradient"))
+    layouts = tuple(TensorLayout.of(example) for example, needs in zip(examples, differentiable, strict=True) if needs)
+    wanted = [position for position, tensor in enumerate(flat) if tensor.requires_grad]
+    reached: list[int] = []
+
+    def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        values, tangents = inputs[: len(flat)], inputs[len(flat) :]
+        outputs = interpret(graph, values)
+        _refuse_aliases(outputs, values)
+        roots = [output for output, needs in zip(outputs, differentiable, strict=True) if needs]
+        with torch.autocast(values[0].device.type, enabled=False):
+            grads = torch.autograd.grad(roots, [values[place] for place in wanted], tangents, allow_unused=True)
+        reached[:] = [place for place, grad in zip(wanted, grads, strict=True) if grad is not None]
+        present = [grad for grad in grads if grad is not None]
+        owned = own_gradients([values[place] for place in reached], present, inputs)
+        return [*(output.detach() for output in outputs), *owned]
+
+    module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
+    parts = _partition(module, len(flat), len(examples))
+    return SplitProgram(parts.forward, parts.backward, differentiable, layouts, tuple(reached), parts.depends, parts.saved_inputs)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    depends: tuple[frozenset[int], ...]
+    saved_inputs: dict[int, int]
+
+
+def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Parts:
+    places = dataflow.placeholders(joint.graph)
+    inputs, tangents = places[:num_inputs], places[num_inputs:]
+    results = dataflow.outputs(joint.graph)
+    outputs, grads = results[:num_outputs], results[num_outputs:]
+    depends = _dependence(joint.graph, tangents)
+    _refuse_order(joint.graph, depends)
+    late = [node for node in joint.graph.nodes if node in depends and node.op == "call_function"]
+    early = [node for node in joint.graph.nodes if node not in depends and node.op == "call_function"]
+    read = {argument for node in late for argument in node.all_input_nodes}
+    read |= {grad for grad in grads if isinstance(grad, fx.Node)}
+    saved = [node for node in (*inputs, *early) if node in read]
+    forward = _extract(joint, inputs, early, [*outputs, *saved])
+    backward = _extract(joint, [*saved, *tangents], late, grads)
+    position = {node: index for index, node in enumerate(inputs)}
+    saved_inputs = {index: position[node] for index, node in enumerate(saved) if node in position}
+    grads_depend = tuple(depends.get(grad, frozenset()) if isinstance(grad, fx.Node) else frozenset() for grad in grads)
+    return _Parts(forward, backward, grads_depend, saved_inputs)
+
+
+def _dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
+    """For every node that depends on tangents: on which."""
+    depends = {tangent: frozenset([index]) for index, tangent in enumerate(tangents)}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        union = frozenset[int]().union(*(depends.get(argument, frozenset()) for argument in node.all_input_nodes))
+        if union:
+            depends[node] = union
+    return depends
+
+
+def _refuse_order(graph: fx.Graph, depends: dict[fx.Node, frozenset[int]]) -> None:
+    """The split runs every early node before every late one; that must not reorder writes or random numbers."""
+    early_storages: set[int] = set()
+    late_seen = False
+    for node in graph.nodes:
+        late = node in depends and node.op == "call_function"
+        late_seen |= late
+        targets = {storage for target in dataflow.written(node) for storage in dataflow.storages(target)}
+        if late and targets & early_storages:
+            raise RefusedError(Refusal(f"the backward pass writes to a value of the forward pass ({node.target})"))
+        random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if late_seen and not late and (random or targets & early_storages):
+            raise RefusedError(Refusal(f"{node.target} runs between parts of the backward pass"))
+        if not late and not late_seen:
+            early_storages |= dataflow.storages(node)
+
+
+def _extract(joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], results: Sequence[object]) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in body:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    graph.output([copies[result] if isinstance(result, fx.Node) else result for result in results])
+    return fx.GraphModule(joint, graph)
+
+
+def _example(output: object) -> torch.Tensor:
+    value = output.meta.get("example_value") if isinstance(output, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        raise RefusedError(Refusal("the model's output contains values that are not tensors"))
+    return value
+
+
+def _refuse_aliases(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    taken = {dataflow.storage_of(tensor) for tensor in inputs}
+    for output in outputs:
+        storage = dataflow.storage_of(output)
+        if storage in taken:
+            raise RefusedError(Refusal("an output of the model shares memory with an input or another output"))
+        taken.add(storage)

@@ -1,0 +1,25 @@
+"""Whether somebody still refers to memory that a graph is about to overwrite.
+
+Tensors handed out alias the graph's memory. A weak reference to the handed-out tensor would miss
+its views and detached aliases, so the references to the storage are counted; `torch` has no public
+call for that (its own CUDA graph trees use this one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class HandedOut:
+    """Tensors of a graph whose aliases are given to the user."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._own = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+
+    def in_use(self) -> bool:
+        """Whether any of them is referred to by more than when this object was made."""
+        count = torch._C._storage_Use_Count
+        return any(count(storage._cdata) > own for storage, own in zip(self._storages, self._own, strict=True))

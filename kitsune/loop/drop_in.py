@@ -1,0 +1,213 @@
+"""The unchanged loop around a wrapped optimizer: module calls, backward passes and updates, replayed or eager."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from kitsune.capture.signature import call_signature
+from kitsune.capture.watch import refuse_module
+from kitsune.config import Config
+from kitsune.device import refuse_bfloat16, synchronize
+from kitsune.errors import Refusal
+from kitsune.fallback import Choice, Chooser, RefusalLog
+from kitsune.loop.interception import ModuleFinder, call_module, take_over
+from kitsune.loop.recording import memory_pool
+from kitsune.loop.split_step import ModuleCall, SplitStep
+from kitsune.loop.update_step import UpdateStep
+from kitsune.status import Status
+
+
+class DropInLoop:
+    """What a `KitsuneOptimizer` does with the loop that it finds itself in.
+
+    An iteration is everything between two calls of `step`. The calls of a module with one
+    signature are decided on together: their iterations run eagerly or replayed, and are timed from
+    the first call to the end of `step`.
+
+    At most `config.max_graphs` signatures are kept; the least recently used one is forgotten first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device, log: RefusalLog) -> None:
+        self._optimizer, self._config, self._device, self._log = optimizer, config, device, log
+        self._pool = memory_pool(device)
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._update = UpdateStep(optimizer, self._gradients, config=config, pool=self._pool, log=log)
+        self._calls: dict[int, ModuleCall] = {}
+        self._refusals: dict[int, Refusal] = {}
+        self._give_back: list[Callable[[], None]] = []
+        self._steps: OrderedDict[Hashable, SplitStep] = OrderedDict()
+        self._iteration: dict[int, tuple[SplitStep, Choice, int]] = {}
+        self._latest: SplitStep | None = None
+        self._latest_updated = False
+        self._fallbacks = 0
+        self._past_replays = 0
+        self._past_setup_seconds = 0.0
+        self._finder = ModuleFinder(self._params(), self)
+        self._amp = self._choose_amp()
+
+    def found(self, module: torch.nn.Module) -> None:
+        """Takes over the calls of `module`, which the loop calls and which owns trained parameters."""
+        refusal = refuse_module(module)
+        if refusal is not None:
+            self._log.add(refusal)
+            self._refusals[id(module)] = refusal
+            return
+        self._calls[id(module)] = _module_call(module, self._device.type, self._amp)
+        self._give_back.append(take_over(module, self))
+        if self._amp is not None:
+            _run_this_call_under_amp(module, self._device.type, self._amp)
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Answers a call of a module that was taken over."""
+        eager = self._calls[id(module)]
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return eager(args, kwargs)
+        step = self._latest = self._step(module, eager, args, kwargs)
+        choice = step.chooser.next()
+        if id(step) not in self._iteration:
+            step.chooser.start()
+        done, output = step.replay(args, kwargs) if choice == "replay" else (False, None)
+        if not done:
+            self._fallbacks += choice == "replay"
+            choice = "eager"
+            output = eager(args, kwargs)
+        _, earlier, count = self._iteration.get(id(step), (step, choice, 0))
+        self._iteration[id(step)] = (step, choice if choice == earlier else "eager", count + 1)
+        return output
+
+    def step(self) -> None:
+        """`optimizer.step()`, and the end of the iteration."""
+        replays = any(step.chooser.next() == "replay" for step, _, _ in self._iteration.values())
+        self._latest_updated = replays and self._update.replay()
+        if not self._latest_updated:
+            self._optimizer.step()
+        for step, choice, count in self._iteration.values():
+            step.chooser.finish(choice, count)
+            if step.chooser.refusal is not None and step.executor is not None:
+                self._log.add(step.chooser.refusal)
+                step.release()
+        self._iteration.clear()
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """`optimizer.step(closure)`: eager, since the closure may do anything."""
+        self._log.add(Refusal("step(closure) runs the update eagerly"))
+        self._iteration.clear()
+        return self._optimizer.step(closure)
+
+    def expect(self, params: list[torch.nn.Parameter]) -> None:
+        """The optimizer was given further parameters."""
+        self._finder.stop()
+        known = {id(param) for param in self._params()} - {id(param) for param in params}
+        self._finder = ModuleFinder((param for param in params if id(param) not in known), self)
+
+    def close(self) -> None:
+        """Gives back all calls, graphs and memory."""
+        self._finder.stop()
+        for give_back in self._give_back:
+            give_back()
+        while self._steps:
+            self._forget_oldest()
+        self._update.release()
+        self._latest = None
+
+    def status(self) -> Status:
+        steps, latest = list(self._steps.values()), self._latest
+        mode, reason = self._mode()
+        covered: tuple[str, ...] = ()
+        if mode == "replay" and latest is not None:
+            covered = (("forward", "backward") if latest.executor else ()) + (("update",) if self._latest_updated else ())
+        return Status(
+            mode=mode,
+            reason=reason,
+            covered=covered,
+            executor=None if latest is None else latest.executor,
+            setup_seconds=self._past_setup_seconds + self._update.setup_seconds + sum(step.setup_seconds for step in steps),
+            eager_seconds=None if latest is None else latest.chooser.eager_seconds,
+            replay_seconds=None if latest is None else latest.chooser.replay_seconds,
+            graphs=sum(step.executor is not None for step in steps),
+            replays=self._past_replays + sum(step.replays for step in steps),
+            fallbacks=self._fallbacks + sum(step.copied_backwards for step in steps),
+            refusals=self._log.reasons(),
+            not_in_effect=self._config.not_in_effect(),
+        )
+
+    def _mode(self) -> tuple[str, str]:
+        if self._latest is not None:
+            return self._latest.chooser.describe()
+        if self._refusals:
+            return "eager", str(next(iter(self._refusals.values())))
+        return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
+
+    def _params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _choose_amp(self) -> torch.dtype | None:
+        if not self._config.enable_amp:
+            return None
+        refusal = refuse_bfloat16(self._device)
+        if refusal is None:
+            return self._config.amp_dtype
+        self._log.add(refusal)
+        return None
+
+    def _step(self, module: torch.nn.Module, eager: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitStep:
+        key = (id(module), call_signature(args, kwargs, module, self._device))
+        step = self._steps.get(key)
+        if step is not None:
+            self._steps.move_to_end(key)
+            return step
+        if len(self._steps) >= self._config.max_graphs:
+            self._forget_oldest()
+        step = self._steps[key] = SplitStep(
+            module, eager, self._gradients, config=self._config, pool=self._pool,
+            chooser=Chooser(self._config.mode, partial(synchronize, self._device)), log=self._log,
+        )
+        return step
+
+    def _forget_oldest(self) -> None:
+        _, step = self._steps.popitem(last=False)
+        self._iteration.pop(id(step), None)
+        self._past_replays += step.replays
+        self._past_setup_seconds += step.setup_seconds
+        step.release()
+
+
+def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> ModuleCall:
+    if amp is None:
+
+        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return call_module(module, args, kwargs)
+
+        return call
+
+    def autocast_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with torch.autocast(device_type, dtype=amp):
+            output = call_module(module, args, kwargs)
+        return pytree.tree_map(_as_float32, output)
+
+    return autocast_call
+
+
+def _run_this_call_under_amp(module: torch.nn.Module, device_type: str, amp: torch.dtype) -> None:
+    """Autocast for a call that has begun: its pre-hooks are running, its forward hooks are still to come."""
+    context = torch.autocast(device_type, dtype=amp)
+    context.__enter__()
+
+    def leave(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
+        handle.remove()
+        context.__exit__(None, None, None)
+        return pytree.tree_map(_as_float32, output)
+
+    handle = module.register_forward_hook(leave, always_call=True)
+
+
+def _as_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value

@@ -1,0 +1,90 @@
+"""Finds the modules that a loop calls, and takes over their calls.
+
+A module is found by a global forward pre-hook, which is removed as soon as all parameters are
+accounted for. Its calls are taken over through `Module._compiled_call_impl`, the place that
+`Module.compile()` uses: unlike a patched `forward` it is dropped by deepcopy and pickle, and leaves
+`forward` and the hooks as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+
+class CallTaker(Protocol):
+    """What takes over the calls of found modules."""
+
+    def found(self, module: torch.nn.Module) -> None:
+        """`module` is being called for the first time; this call runs as it is."""
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls `module`."""
+
+
+class ModuleFinder:
+    """Tells `taker` of the outermost modules that own any of `params`, each at its first call."""
+
+    def __init__(self, params: Iterable[torch.nn.Parameter], taker: CallTaker) -> None:
+        self._missing = set(map(id, params))
+        self._taker = weakref.ref(taker)
+        self._handle = register_module_forward_pre_hook(self._on_call)
+        self._finalizer = weakref.finalize(taker, self._handle.remove)
+
+    def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Looks for the modules of further parameters too."""
+        self._missing |= set(map(id, params))
+
+    def stop(self) -> None:
+        """Looks no further."""
+        self._finalizer()
+
+    def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
+        taker = self._taker()
+        if taker is None or not self._missing or torch.compiler.is_compiling():
+            return
+        owned = self._missing & set(map(id, module.parameters()))
+        if not owned:
+            return
+        self._missing -= owned
+        if not self._missing:
+            self.stop()
+        taker.found(module)
+
+
+class _Interceptor:
+    """Stands in for the call of one module."""
+
+    def __init__(self, module: torch.nn.Module, taker: CallTaker) -> None:
+        self._module = weakref.ref(module)
+        self._taker = weakref.ref(taker)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, taker = self._module(), self._taker()
+        assert module is not None
+        if taker is None:
+            return call_module(module, args, kwargs)
+        return taker.call(module, args, kwargs)
+
+
+def take_over(module: torch.nn.Module, taker: CallTaker) -> Callable[[], None]:
+    """Lets `taker` answer the calls of `module`; returns what gives them back."""
+    interceptor = _Interceptor(module, taker)
+    module._compiled_call_impl = interceptor
+    reference = weakref.ref(module)
+
+    def give_back() -> None:
+        owner = reference()
+        if owner is not None and owner._compiled_call_impl is interceptor:
+            owner._compiled_call_impl = None
+
+    return give_back
+
+
+def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What `module(*args, **kwargs)` does where its calls are not taken over."""
+    return module._call_impl(*args, **kwargs)

@@ -1,0 +1,257 @@
+"""Replays the calls of a module, forward and backward, inside the user's own autograd graph."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kitsune.capture.frontend import GuardedFunction
+from kitsune.capture.split_program import SplitProgram, TensorLayout, trace_split
+from kitsune.capture.watch import ModuleWatch
+from kitsune.config import Config
+from kitsune.errors import KitsuneError, Refusal, RefusedError
+from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.in_order import InOrder
+from kitsune.execution.ownership import HandedOut
+from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.loop.recording import Pool, Recording
+
+ModuleCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class SplitStep:
+    """Replays calls of one signature: a forward graph at the call, a backward graph in `backward()`.
+
+    Outputs belong to the user. Gradients alias the graph's memory where the graph keeps its
+    outputs; while any of them is still referred to, the backward pass runs operator by operator
+    into new memory instead.
+
+    Args:
+        module: the module.
+        call: runs the module eagerly; called with its positional and keyword arguments.
+        gradients: static gradients by address, for the optimizer's update to read in place;
+            entries are added here.
+        chooser: decides whether calls of this signature are replayed.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        call: ModuleCall,
+        gradients: dict[int, torch.Tensor],
+        *,
+        config: Config,
+        pool: Pool | None,
+        chooser: Chooser,
+        log: RefusalLog,
+    ) -> None:
+        self.chooser = chooser
+        self.setup_seconds = 0.0
+        self.replays = 0
+        self._module, self._call, self._gradients = module, call, gradients
+        self._config, self._pool, self._log = config, pool, log
+        self._budget = CaptureBudget()
+        self._watch = ModuleWatch(module, list(module.parameters()))
+        self._guarded: GuardedFunction | None = None
+        self._graphs: _Graphs | None = None
+
+    @property
+    def executor(self) -> str | None:
+        """What runs the captured graphs; None while there are none."""
+        return None if self._graphs is None else self._graphs.forward.executor.name
+
+    @property
+    def copied_backwards(self) -> int:
+        """Backward passes that ran operator by operator because gradients of an earlier one were still in use."""
+        return 0 if self._graphs is None else self._graphs.copied_backwards
+
+    def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        """Calls the module: (True, its output), or (False, None) if it has to run eagerly."""
+        try:
+            self._check_hooks()
+            output = self._capture(args, kwargs) if self._guarded is None else self._guarded(args, kwargs)
+        except RefusedError as refused:
+            self._log.add(refused)
+            if self._graphs is None:
+                self.release()
+            if not refused.passing:
+                self.chooser.refuse(refused.refusal)
+            return False, None
+        self.replays += 1
+        return True, output
+
+    def release(self) -> None:
+        """Gives the graphs and their memory back. Backward passes that are pending keep theirs until they ran."""
+        if self._graphs is not None:
+            self._graphs.release(self._gradients)
+        self._graphs = self._guarded = None
+
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._budget.spend(self.replays)
+        started = time.perf_counter()
+        self._guarded = GuardedFunction(self._call, self._on_graph)
+        output = self._guarded(args, kwargs)
+        self.setup_seconds += time.perf_counter() - started
+        return output
+
+    def _check_hooks(self) -> None:
+        refusal = self._watch.refuse()
+        if refusal is not None:
+            raise RefusedError(refusal, passing=True)
+        if self._watch.forward_hooks_changed():
+            self.release()
+            self._watch = ModuleWatch(self._module, list(self._module.parameters()))
+
+    def _on_graph(self, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
+        if self._guarded is not None and self._guarded.num_graphs > 1:
+            return self._decline
+        return lambda *flat: self._run(graph, flat)
+
+    def _decline(self, *_flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        self.release()
+        raise RefusedError(Refusal("what the model's Python code depends on has changed since the capture"), passing=True)
+
+    def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self._graphs is None:
+            self._graphs = self._record(graph, flat)
+        elif not self._graphs.forward.fits(flat):
+            self.release()
+            raise RefusedError(Refusal("a parameter or a buffer changed since the capture"), passing=True)
+        elif self._graphs.is_pending():
+            raise RefusedError(Refusal("the model is called again before the backward pass of its last call"), passing=True)
+        outputs: Sequence[torch.Tensor] = _Replay.apply(self._graphs, *flat)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
+        program = trace_split(graph, flat)
+        known = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
+        forward = Recording(
+            program.forward, flat, stable=stable, config=self._config, pool=self._pool, log=self._log
+        )
+        return _Graphs(program, forward, self._record_backward(program, forward), self._gradients)
+
+    def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
+        """The backward graph over the forward graph's memory; None where that keeps none between calls."""
+        executor = forward.executor
+        if not isinstance(executor, CudaGraph):
+            return None
+        tangents = [torch.ones_like(layout.empty()) for layout in program.tangents]
+        first = len(program.differentiable)
+        saved = executor.static_outputs()[first:]
+        warm = [*executor.warm_outputs()[first:], *tangents]
+        return Recording(
+            program.backward, [*saved, *tangents], stable=range(len(saved)),
+            config=self._config, pool=self._pool, log=self._log, warm_up=warm,
+        )
+
+
+class _Graphs:
+    """The captured forward and backward pass of a call."""
+
+    def __init__(
+        self, program: SplitProgram, forward: Recording, backward: Recording | None, gradients: dict[int, torch.Tensor]
+    ) -> None:
+        self.program = program
+        self.forward = forward
+        self.copied_backwards = 0
+        self._backward = backward
+        self._backward_in_order = InOrder(program.backward)
+        self._pending: weakref.ref[Any] | None = None
+        self._static = backward.executor.static_outputs() if backward is not None else []
+        gradients.update((tensor.data_ptr(), tensor) for tensor in self._static)
+        self._handed_out = HandedOut(self._static)
+
+    def run_forward(self, flat: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, the caller's to keep, and saved values."""
+        values = list(self.forward(flat))
+        count = len(self.program.differentiable)
+        outputs = values[:count]
+        if self.forward.executor.keeps_outputs:
+            outputs = [output.clone() for output in outputs]
+        return outputs, values[count:]
+
+    def run_backward(self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs at `program.gradient_places`; None where the user left the outputs they depend on unused."""
+        layouts = self.program.tangents
+        dense = [_in_layout(tangent, layout) for tangent, layout in zip(tangents, layouts, strict=True)]
+        inputs = [*saved, *dense]
+        if self._backward is not None and not self._handed_out.in_use():
+            grads = list(self._backward(inputs))
+        else:
+            self.copied_backwards += self._backward is not None
+            grads = list(self._backward_in_order(inputs))
+        present = {index for index, tangent in enumerate(tangents) if tangent is not None}
+        return [
+            grad.detach() if grad is not None and needs & present else None
+            for grad, needs in zip(grads, self.program.depends, strict=True)
+        ]
+
+    def is_pending(self) -> bool:
+        """Whether the saved values of the last call may still be needed by its backward pass."""
+        context = None if self._pending is None else self._pending()
+        if context is None or not self.forward.executor.keeps_outputs:
+            return False
+        try:
+            context.saved_tensors
+        except RuntimeError:  # autograd has released them: the backward pass ran
+            return False
+        return True
+
+    def now_pending(self, context: Any) -> None:
+        self._pending = weakref.ref(context)
+
+    def release(self, gradients: dict[int, torch.Tensor]) -> None:
+        for tensor in self._static:
+            gradients.pop(tensor.data_ptr(), None)
+        if not self.is_pending():
+            self.forward.release()
+            if self._backward is not None:
+                self._backward.release()
+
+
+class _Replay(torch.autograd.Function):
+    """A node of the user's autograd graph that stands for a whole call of the module."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: _Graphs, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, saved = graphs.run_forward(flat)
+        ctx.graphs = graphs
+        ctx.num_inputs = len(flat)
+        ctx.set_materialize_grads(False)
+        differentiable = graphs.program.differentiable
+        ctx.mark_non_differentiable(*(output for output, needs in zip(outputs, differentiable, strict=True) if not needs))
+        ctx.static = None
+        if graphs.forward.executor.keeps_outputs:
+            ctx.static = saved
+            saved = [saved[index] for index in graphs.program.saved_inputs]
+        ctx.save_for_backward(*saved)
+        graphs.now_pending(ctx)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise KitsuneError("a replayed backward pass cannot be differentiated again; use mode='eager' for create_graph=True")
+        saved = ctx.saved_tensors  # raises if an input was edited in place, or if the backward pass ran already
+        graphs: _Graphs = ctx.graphs
+        differentiable = graphs.program.differentiable
+        given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
+        grads = graphs.run_backward(saved if ctx.static is None else ctx.static, given)
+        result: list[torch.Tensor | None] = [None] * (ctx.num_inputs + 1)
+        for place, grad in zip(graphs.program.gradient_places, grads, strict=True):
+            result[place + 1] = grad
+        return tuple(result)
+
+
+def _in_layout(tangent: torch.Tensor | None, layout: TensorLayout) -> torch.Tensor:
+    if tangent is None:
+        return layout.empty().zero_()
+    if tangent.stride() == layout.stride:
+        return tangent
+    return layout.empty().copy_(tangent)

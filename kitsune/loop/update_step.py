@@ -1,0 +1,161 @@
+"""Replays an optimizer's update, reading the gradients from `.grad`."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
+from kitsune.capture.trace import trace
+from kitsune.config import Config
+from kitsune.errors import Refusal, RefusedError
+from kitsune.fallback import CaptureBudget, RefusalLog
+from kitsune.loop.recording import Pool, Recording
+
+_MAX_GRAPHS = 4
+
+
+@dataclass
+class _Update:
+    """The captured update of one set of parameters.
+
+    `slots` hold the gradients where the recording reads them in place; empty where it takes any.
+    """
+
+    binding: Binding
+    recording: Recording
+    slots: list[torch.Tensor]
+
+    def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [*self.binding.params, *_into_slots(grads, self.slots), *self.binding.inputs()]
+
+
+class UpdateStep:
+    """Replays `optimizer.step()`.
+
+    Args:
+        optimizer: a plain `torch.optim` optimizer.
+        gradients: static gradients by address: where a parameter's gradient lies in one of them,
+            the captured update reads it there, else a copy of it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Mapping[int, torch.Tensor],
+        *,
+        config: Config,
+        pool: Pool | None,
+        log: RefusalLog,
+    ) -> None:
+        self.setup_seconds = 0.0
+        self.replays = 0
+        self.refusal: Refusal | None = None
+        self._optimizer, self._gradients = optimizer, gradients
+        self._config, self._pool, self._log = config, pool, log
+        self._budget = CaptureBudget()
+        self._composed = config.compile
+        self._updates: OrderedDict[tuple[int, ...], _Update] = OrderedDict()
+
+    def replay(self) -> bool:
+        """Updates the parameters that have a gradient; False, with nothing done, if that has to run eagerly."""
+        if self.refusal is not None:
+            return False
+        try:
+            self._run()
+        except RefusedError as refused:
+            self._log.add(refused)
+            if not refused.passing:
+                self.refusal = refused.refusal
+            return False
+        self.replays += 1
+        return True
+
+    def release(self) -> None:
+        """Gives the graphs and their memory back."""
+        for update in self._updates.values():
+            update.recording.release()
+        self._updates.clear()
+
+    def _run(self) -> None:
+        hooks = refuse_hooks(self._optimizer)
+        if hooks is not None:
+            raise RefusedError(hooks, passing=True)
+        params, grads = self._params_and_grads()
+        key = tuple(map(id, params))
+        update = self._updates.get(key)
+        if update is None:
+            update = self._capture(params, grads)
+            self._make_room()
+            self._updates[key] = update
+            inputs = update.inputs(grads)
+        else:
+            inputs = update.inputs(grads)
+            self._refresh(key, update, inputs)
+        update.recording(inputs)
+        update.binding.advance()
+
+    def _params_and_grads(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+        params = [param for group in self._optimizer.param_groups for param in group["params"] if param.grad is not None]
+        grads = [param.grad for param in params if param.grad is not None]
+        if not params:
+            raise RefusedError(Refusal("no parameter has a gradient"), passing=True)
+        for param, grad in zip(params, grads, strict=True):
+            if grad.layout is not torch.strided or grad.stride() != param.stride() or grad.dtype != param.dtype:
+                raise RefusedError(Refusal(f"a gradient of shape {tuple(grad.shape)} is laid out unlike its parameter"), passing=True)
+        return params, grads
+
+    def _refresh(self, key: tuple[int, ...], update: _Update, inputs: list[torch.Tensor]) -> None:
+        changed = update.binding.refresh()
+        if changed is None and not update.recording.fits(inputs):
+            changed = "a parameter"
+        if changed is None:
+            return
+        self._composed |= changed == CONSTANTS
+        del self._updates[key]
+        update.recording.release()
+        raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
+
+    def _capture(self, params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> _Update:
+        self._budget.spend(self.replays)
+        started = time.perf_counter()
+        binding = Binding(self._optimizer, params, composed=self._composed)
+        count = len(params)
+
+        def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            with torch.no_grad():
+                stand_ins = [param.detach() for param in inputs[:count]]
+                binding.update(stand_ins, inputs[count : 2 * count], inputs[2 * count :])
+            return []
+
+        slots = grads
+        if self._pool is not None:
+            slots = [self._gradients.get(grad.data_ptr(), torch.empty_like(grad)) for grad in grads]
+            _into_slots(grads, slots)
+        inputs = [*params, *slots, *binding.inputs()]
+        stable = set(range(len(inputs)))
+        if self._pool is None:
+            stable -= set(range(count, 2 * count))
+        module = trace(function, inputs)
+        recording = Recording(module, inputs, stable=stable, config=self._config, pool=self._pool, log=self._log)
+        self.setup_seconds += time.perf_counter() - started
+        return _Update(binding, recording, slots if self._pool is not None else [])
+
+    def _make_room(self) -> None:
+        if len(self._updates) >= _MAX_GRAPHS:
+            _, oldest = self._updates.popitem(last=False)
+            oldest.recording.release()
+
+
+def _into_slots(grads: list[torch.Tensor], slots: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies the gradients that do not lie in their slots already; without slots, the gradients themselves."""
+    if not slots:
+        return grads
+    away = [(slot, grad) for slot, grad in zip(slots, grads, strict=True) if slot.data_ptr() != grad.data_ptr()]
+    if away:
+        torch._foreach_copy_([slot for slot, _ in away], [grad for _, grad in away])
+    return slots
