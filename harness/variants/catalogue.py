@@ -1,0 +1,113 @@
+"""What each variant is: plain values, importable without torch.
+
+In all of them cuDNN searches for the fastest algorithm (``cudnn.benchmark`` with ``benchmark_limit = 0``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["eager", "compile", "handcaptured", "kitsune_dropin", "kitsune_trainstep"]
+Precision = Literal["fp32", "tf32", "amp"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of training a model, with every choice that affects its speed.
+
+    Attributes:
+        name: as it stands in results.
+        title: as a reader sees it.
+        family: how the step is run.
+        precision: "fp32" (torch's defaults: cuDNN may use TF32, matrix products may not), "tf32" (both may), "amp"
+            (bfloat16 autocast).
+        channels_last: the layout of convolutional models on CUDA; on the CPU only the autocast variants change it, so
+            that float32 variants there run the same kernels as eager PyTorch.
+        fused: ``Adam(fused=True)``; without it torch chooses.
+        compile_mode: the mode given to ``torch.compile``; None does not compile.
+        cuda_only: why the variant exists on CUDA only; None where it exists everywhere.
+    """
+
+    name: str
+    title: str
+    family: Family
+    precision: Precision
+    channels_last: bool = False
+    fused: bool = False
+    compile_mode: str | None = None
+    cuda_only: str | None = None
+
+    @property
+    def is_kitsune(self) -> bool:
+        """Whether it is this project's own work; the others are its peers."""
+        return self.family in ("kitsune_dropin", "kitsune_trainstep")
+
+    def uses_channels_last(self, device_type: str) -> bool:
+        """Whether convolutional models are laid out channels last on this kind of device."""
+        return self.channels_last and (device_type == "cuda" or self.precision == "amp")
+
+
+_GRAPHS = "CUDA graphs exist on CUDA devices only"
+_TF32 = "TF32 exists on CUDA devices only"
+
+VARIANTS: Mapping[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("eager_fp32", "eager, float32", "eager", "fp32"),
+        Variant("eager_tf32", "eager, TF32", "eager", "tf32", cuda_only=_TF32),
+        Variant("eager_amp", "eager, autocast", "eager", "amp", channels_last=True, fused=True),
+        Variant(
+            "compile_fp32", "torch.compile, float32", "compile", "fp32", channels_last=True, fused=True,
+            compile_mode="default",
+        ),
+        Variant(
+            "compile_amp", "torch.compile, autocast", "compile", "amp", channels_last=True, fused=True,
+            compile_mode="default",
+        ),
+        Variant(
+            "compile_reduce_overhead_amp", "torch.compile reduce-overhead, autocast", "compile", "amp",
+            channels_last=True, fused=True, compile_mode="reduce-overhead", cuda_only=_GRAPHS,
+        ),
+        Variant(
+            "handcaptured_fp32", "captured by hand, float32", "handcaptured", "fp32", channels_last=True, fused=True,
+            cuda_only=_GRAPHS,
+        ),
+        Variant(
+            "handcaptured_amp", "captured by hand, autocast", "handcaptured", "amp", channels_last=True, fused=True,
+            cuda_only=_GRAPHS,
+        ),
+        Variant(
+            "handcaptured_compile_fp32", "torch.compile captured by hand, float32", "handcaptured", "fp32",
+            channels_last=True, fused=True, compile_mode="default", cuda_only=_GRAPHS,
+        ),
+        Variant(
+            "handcaptured_compile_amp", "torch.compile captured by hand, autocast", "handcaptured", "amp",
+            channels_last=True, fused=True, compile_mode="default", cuda_only=_GRAPHS,
+        ),
+        Variant("kitsune_dropin_fp32", "Kitsune drop-in, float32", "kitsune_dropin", "fp32", channels_last=True),
+        Variant("kitsune_dropin_amp", "Kitsune drop-in, autocast", "kitsune_dropin", "amp", channels_last=True),
+        Variant(
+            "kitsune_trainstep_fp32", "Kitsune TrainStep, float32", "kitsune_trainstep", "fp32", channels_last=True
+        ),
+        Variant("kitsune_trainstep_amp", "Kitsune TrainStep, autocast", "kitsune_trainstep", "amp", channels_last=True),
+    )
+}  # fmt: skip
+"""All variants by name, in the order in which tables show them: peers first."""
+
+
+def names() -> tuple[str, ...]:
+    """The names of all variants, in order."""
+    return tuple(VARIANTS)
+
+
+def get(name: str) -> Variant:
+    """The variant of that name.
+
+    Raises:
+        ValueError: there is none; the message names those that exist.
+    """
+    if name not in VARIANTS:
+        raise ValueError(f"no variant {name!r}; there are {', '.join(VARIANTS)}")
+    return VARIANTS[name]

@@ -1,0 +1,127 @@
+"""What all variants share: the prepared model, the batches, and the interface of a training in progress."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import models
+from harness.variants.catalogue import Precision, Variant
+
+_NUM_BATCHES = 8
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """Everything a training starts from, on the device and in the variant's layout."""
+
+    model: nn.Module
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    batches: tuple[tuple[Tensor, Tensor], ...]
+    learning_rate: float
+    precision: Precision
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """What a user of this precision writes around forward and loss."""
+        if self.precision == "amp":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def adam(self, *, fused: bool | None = None, capturable: bool = False) -> torch.optim.Adam:
+        """torch's Adam over the model's parameters."""
+        parameters = self.model.parameters()
+        return torch.optim.Adam(parameters, lr=self.learning_rate, fused=fused, capturable=capturable)
+
+
+def prepare(variant: Variant, model: str, batch_size: int, device: torch.device) -> Ingredients:
+    """A fresh model and its batches: the same values for every variant, each in its own memory.
+
+    Batches are generated before any step; the trainings go round over them.
+    """
+    workload = models.build(model, seed=_SEED)
+    layout = torch.contiguous_format
+    if workload.channels_last and variant.uses_channels_last(device.type):
+        layout = torch.channels_last
+    torch.manual_seed(_SEED)
+    module = workload.module.to(device)
+    batches = [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
+    if layout is torch.channels_last:
+        module = module.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs omit this overload
+        batches = [(x.to(memory_format=layout), y) for x, y in batches]
+    return Ingredients(module, workload.loss_fn, tuple(batches), workload.learning_rate, variant.precision, device)
+
+
+def compiled(variant: Variant, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The model, compiled if the variant says so."""
+    return model if variant.compile_mode is None else torch.compile(model, mode=variant.compile_mode)
+
+
+class Training(ABC):
+    """A training in progress: each step takes the next batch."""
+
+    def __init__(self, ingredients: Ingredients) -> None:
+        self._ingredients = ingredients
+        self._next_batch = 0
+
+    def run(self, steps: int) -> Tensor:
+        """Trains for so many steps, at least one; the last one's loss, which the next run may overwrite."""
+        with _matmul_precision(self._ingredients.precision):
+            return self._run(steps)
+
+    @abstractmethod
+    def _run(self, steps: int) -> Tensor: ...
+
+    @property
+    def settled(self) -> bool:
+        """Whether the steps taken so far have brought it into the state in which all later steps run."""
+        return True
+
+    def status(self) -> Mapping[str, object] | None:
+        """What the variant says of itself, as JSON can hold it; None for those that say nothing."""
+        return None
+
+    def _take(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self._ingredients.batches
+        for _ in range(steps):
+            yield batches[self._next_batch]
+            self._next_batch = (self._next_batch + 1) % len(batches)
+
+
+class LoopTraining(Training):
+    """The loop that users write: zero_grad, forward, loss, backward, step."""
+
+    def __init__(
+        self, ingredients: Ingredients, model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(ingredients)
+        self._model = model
+        self._optimizer = optimizer
+
+    def _run(self, steps: int) -> Tensor:
+        model, loss_fn, optimizer = self._model, self._ingredients.loss_fn, self._optimizer
+        autocast = self._ingredients.autocast
+        for x, y in self._take(steps):
+            optimizer.zero_grad()
+            with autocast():
+                loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+
+@contextmanager
+def _matmul_precision(precision: Precision) -> Iterator[None]:
+    """Variants of several precisions share a process: each sets torch's switch for the time it runs."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
