@@ -1,0 +1,266 @@
+"""The one instrument: what happens inside a measuring process.
+
+:func:`measure_round` times the variants of a case in turns; :func:`measure_profile` measures what needs a process to
+itself: set-up, peak memory and losses. Both run in a fresh process that :mod:`harness.processes` starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from harness import caches, environment, memory, profiles, variants
+from harness.failures import describe
+from harness.profiles import Case, Effort
+from harness.timer import BlockTime, synchronize, time_block
+from harness.variants.availability import unavailable
+from harness.variants.building import start
+from harness.variants.training import Training, prepare
+
+_RECOMPILE_LIMIT = 64
+_STEADY_STEPS = 5
+_FEWEST_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a process found out about this machine: its facts, and which variants cannot run on it and why."""
+
+    facts: Mapping[str, object]
+    unavailable: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one variant of a case needs: its name, and the folder of its compilers' caches (None: their own choice)."""
+
+    variant: str
+    caches: Path | None = None
+
+
+@dataclass(frozen=True)
+class ProfileJob:
+    """One variant of a case, measured alone."""
+
+    case: Case
+    task: Task
+    effort: Effort
+
+
+@dataclass(frozen=True)
+class RoundJob:
+    """Variants of a case, timed in turns. ``round`` shifts which of them comes first."""
+
+    case: Case
+    tasks: tuple[Task, ...]
+    effort: Effort
+    round: int
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Set-up seconds, peak memory and losses of a variant, and what it says of itself.
+
+    ``setup_s`` runs from constructing the optimizer to the end of the first step in the steady state; imports, moving
+    the model to the device, and the device's own start are not part of it. ``caches`` is "cold" or "warm" for variants
+    that compile, by whether their compilers found anything in their caches; None for others. ``losses`` are
+    (step, loss) pairs, steps counted from 0.
+    """
+
+    setup_s: float
+    caches: str | None
+    peak: memory.Peak
+    losses: tuple[tuple[int, float], ...]
+    status: Mapping[str, object] | None
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """Block times of every variant that ran through, in the order of turns, and why the others did not."""
+
+    steps_per_block: int
+    blocks: Mapping[str, tuple[BlockTime, ...]]
+    failures: Mapping[str, str]
+
+
+def probe(kitsune_root: Path | None, note: Callable[[str], None]) -> Probe:
+    """Facts of this machine, and what cannot run on it. Imports the Kitsune under test."""
+    note("finding out what this machine can do")
+    facts = environment.facts()
+    device = torch.device(str(facts["device_type"]))
+    torch.zeros(1, device=device)
+    reasons = {name: unavailable(variant, device, kitsune_root) for name, variant in variants.VARIANTS.items()}
+    return Probe(facts, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResult:
+    """Trains one variant from its beginning and measures what does not need comparing in turns.
+
+    Raises:
+        Exception: whatever the variant raises.
+    """
+    variant = variants.get(job.task.variant)
+    device = _begin(job.case)
+    cold = caches.is_cold(job.task.caches)
+    caches.use(job.task.caches)
+    note(f"preparing {variant.name}")
+    ingredients = prepare(variant, job.case.model, job.case.batch, device)
+    synchronize(device)
+    note(f"setting up {variant.name}")
+    losses = _Losses(job.case.loss_steps)
+    begin = time.perf_counter()
+    training = start(variant, ingredients)
+    _settle(training, losses.step, job.effort.settle_seconds)
+    synchronize(device)
+    setup_s = time.perf_counter() - begin
+    note(f"running {variant.name} in its steady state")
+    gc.collect()
+    memory.reset_peak(device)
+    for _ in range(max(_STEADY_STEPS, job.case.loss_steps - losses.steps)):
+        losses.step(training)
+    synchronize(device)
+    compiled = variant.compile_mode is not None or variant.is_kitsune
+    return ProfileResult(
+        setup_s,
+        ("cold" if cold else "warm") if compiled else None,
+        memory.peak(device),
+        losses.values(),
+        training.status(),
+    )
+
+
+def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
+    """Times the variants in turns: each turn has one block of each, and every other turn goes backwards.
+
+    A variant that raises leaves the round; what it raised is in the result.
+    """
+    device = _begin(job.case)
+    failures: dict[str, str] = {}
+    ready: dict[str, tuple[Training, float]] = {}
+    for task in _rotated(job.tasks, job.round):
+        note(task.variant)
+        with _excluded_if_failing(task.variant, failures):
+            ready[task.variant] = _make_ready(job, task, device)
+    if not ready:
+        return RoundResult(1, {}, failures)
+    trainings = {name: training for name, (training, _) in ready.items()}
+    steps, turns = _size([seconds for _, seconds in ready.values()], job.effort)
+    gc.collect()
+    gc.freeze()
+    blocks: dict[str, list[BlockTime]] = {name: [] for name in trainings}
+    for turn in range(turns):
+        order = list(trainings) if turn % 2 == 0 else list(reversed(trainings))
+        for name in order:
+            if name in failures:
+                continue
+            note(name)
+            with _excluded_if_failing(name, failures):
+                blocks[name].append(_block(trainings[name], steps, device))
+    completed = {name: tuple(times) for name, times in blocks.items() if name not in failures}
+    return RoundResult(steps, completed, failures)
+
+
+def _begin(case: Case) -> torch.device:
+    """Starts the device and sets the switches that are the same for all variants."""
+    device = torch.device(case.device_type)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0
+    torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT  # variants in one process share their models' code
+    torch.zeros(1, device=device)
+    synchronize(device)
+    return device
+
+
+def _make_ready(job: RoundJob, task: Task, device: torch.device) -> tuple[Training, float]:
+    """A training in its steady state, and the seconds one of its steps takes."""
+    variant = variants.get(task.variant)
+    caches.use(task.caches)
+    training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
+    _settle(training, lambda training: training.run(1), job.effort.settle_seconds)
+    return training, _warm_up(training, device, job.effort.warm_up_seconds)
+
+
+def _settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
+    """Steps, at least one, until the training is in its steady state or the time is up."""
+    deadline = time.monotonic() + seconds
+    step(training)
+    while not training.settled and time.monotonic() < deadline:
+        step(training)
+
+
+def _warm_up(training: Training, device: torch.device, seconds: float) -> float:
+    """Runs until the last blocks agree or the time is up; the seconds per step of the fastest of them."""
+    deadline = time.monotonic() + seconds
+    times = [time_block(training.run, _FEWEST_WARM_UP_STEPS, device).wall_s]
+    steps = max(1, math.ceil(profiles.WARM_UP_BLOCK_SECONDS / times[0]))
+    while time.monotonic() < deadline and not _stable(times):
+        times.append(time_block(training.run, steps, device).wall_s)
+    return min(times[-profiles.STABLE_BLOCKS :])
+
+
+def _stable(times: Sequence[float]) -> bool:
+    last = times[-profiles.STABLE_BLOCKS :]
+    return len(last) == profiles.STABLE_BLOCKS and max(last) <= min(last) * (1 + profiles.STABLE_WITHIN)
+
+
+def _size(step_seconds: Sequence[float], effort: Effort) -> tuple[int, int]:
+    """Steps per block and number of turns for variants whose steps take so long."""
+    wanted = max(effort.block_seconds / max(step_seconds), effort.shortest_block_seconds / min(step_seconds))
+    steps = max(1, math.ceil(wanted))
+    affordable = int(effort.timed_seconds / (steps * sum(step_seconds)))
+    fewest, most = effort.turns
+    return steps, min(max(affordable, fewest), most)
+
+
+def _block(training: Training, steps: int, device: torch.device) -> BlockTime:
+    if steps >= profiles.LEAD_IN_FROM_STEPS:
+        training.run(1)
+    return time_block(training.run, steps, device)
+
+
+def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:
+    by %= len(tasks)
+    return tasks[by:] + tasks[:by]
+
+
+@contextmanager
+def _excluded_if_failing(variant: str, failures: dict[str, str]) -> Iterator[None]:
+    """What a variant raises takes that variant out of the round and is kept for the record; the others go on."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # a variant may raise anything, and all of it is recorded
+        failures[variant] = describe(error)
+
+
+class _Losses:
+    """Takes steps and keeps some of their losses, without ever waiting for the device."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = 0
+        self._every = max(1, steps // profiles.CURVE_POINTS)
+        self._last = steps - 1
+        self._kept: list[tuple[int, Tensor]] = []
+
+    def step(self, training: Training) -> None:
+        loss = training.run(1)
+        if self.steps <= self._last and (self.steps % self._every == 0 or self.steps == self._last):
+            self._kept.append((self.steps, loss.clone()))
+        self.steps += 1
+
+    def values(self) -> tuple[tuple[int, float], ...]:
+        return tuple((step, loss.item()) for step, loss in self._kept)
+
+
+def median_step_seconds(blocks: Sequence[BlockTime]) -> float:
+    """The wall time per step of a typical block."""
+    return statistics.median(block.wall_s for block in blocks)

@@ -1,0 +1,136 @@
+"""What is measured, and how thoroughly: every constant of the measurement stands here. Needs no torch.
+
+The quick profile answers "is Kitsune faster here, and was it before?" in minutes; the full profile leaves nothing out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from harness import variants
+
+DeviceType = Literal["cpu", "cuda"]
+Name = Literal["quick", "full"]
+
+METHOD_VERSION = "1"
+"""Raised when the method changes so that new results cannot be compared with older ones."""
+
+COMMITS = 3
+"""How many commits `make bench` measures: HEAD and those before it."""
+
+STABLE_WITHIN = 0.05
+"""Warming up ends when the last blocks' times differ by no more than this fraction."""
+STABLE_BLOCKS = 3
+WARM_UP_BLOCK_SECONDS = 0.02
+
+LEAD_IN_FROM_STEPS = 4
+"""A block of at least so many steps follows one that is not timed: the variant before it left the caches cold."""
+
+CURVE_POINTS = 50
+"""A loss curve keeps about so many points."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at a batch size on a kind of device.
+
+    ``loss_steps`` is the length of the run whose losses are compared; ``default`` marks the batch size of quick runs.
+    """
+
+    model: str
+    batch: int
+    device_type: DeviceType
+    loss_steps: int
+    default: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it stands in results: "mlp-b64"."""
+        return f"{self.model}-b{self.batch}"
+
+
+CASES = (
+    Case("mlp", 16, "cpu", 100),
+    Case("mlp", 64, "cpu", 100, default=True),
+    Case("mlp", 256, "cpu", 100),
+    Case("lenet", 16, "cpu", 100),
+    Case("lenet", 64, "cpu", 100, default=True),
+    Case("lenet", 256, "cpu", 100),
+    Case("resnet18", 4, "cpu", 16),
+    Case("resnet18", 8, "cpu", 16, default=True),
+    Case("resnet18", 32, "cpu", 16),
+    Case("mlp", 16, "cuda", 300),
+    Case("mlp", 64, "cuda", 300, default=True),
+    Case("mlp", 256, "cuda", 300),
+    Case("mlp", 1024, "cuda", 300),
+    Case("lenet", 16, "cuda", 300),
+    Case("lenet", 64, "cuda", 300, default=True),
+    Case("lenet", 256, "cuda", 300),
+    Case("lenet", 1024, "cuda", 300),
+    Case("resnet18", 32, "cuda", 300),
+    Case("resnet18", 128, "cuda", 300, default=True),
+    Case("resnet18", 512, "cuda", 300),
+)
+"""Every case there is: the sizes that `models` names for each device (a test holds the two together), listed here
+because asv starts a process for each parameter, and none of them should have to import torch."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How thoroughly a case is measured.
+
+    Attributes:
+        rounds: fresh processes that time all variants in turns.
+        turns: the fewest and the most timed blocks of a variant in a round.
+        timed_seconds: about how long a round's timed blocks may take altogether; it decides between the two.
+        block_seconds: about how long a block of the slowest variant takes.
+        shortest_block_seconds: how long a block of the fastest variant takes at least, so that the timer is negligible.
+        warm_up_seconds: the longest a variant is warmed up.
+        settle_seconds: the longest a variant may take to reach its steady state.
+        process_seconds: after so long a process is taken for hung.
+    """
+
+    rounds: int
+    turns: tuple[int, int]
+    timed_seconds: float
+    block_seconds: float
+    shortest_block_seconds: float
+    warm_up_seconds: float
+    settle_seconds: float
+    process_seconds: float
+
+
+_EFFORTS: dict[tuple[Name, DeviceType], Effort] = {
+    ("quick", "cpu"): Effort(3, (6, 12), 3.0, 0.08, 0.02, 0.6, 60.0, 240.0),
+    ("full", "cpu"): Effort(5, (10, 30), 20.0, 0.2, 0.05, 2.0, 300.0, 1200.0),
+    ("quick", "cuda"): Effort(3, (8, 15), 8.0, 0.04, 0.003, 1.0, 120.0, 420.0),
+    ("full", "cuda"): Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),
+}
+
+
+def effort(profile: Name, device_type: DeviceType) -> Effort:
+    """How thoroughly this profile measures on this kind of device."""
+    return _EFFORTS[profile, device_type]
+
+
+def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
+    """The cases that a profile measures on a kind of device."""
+    return tuple(case for case in CASES if case.device_type == device_type and (case.default or profile == "full"))
+
+
+def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:
+    """Why a profile does not measure a variant of one of its cases; None if it does.
+
+    Only the quick profile on the CPU leaves variants out: it has five minutes for three commits on two cores, where
+    compiling one model takes 15 to 40 seconds.
+    """
+    if profile == "full" or case.device_type == "cuda":
+        return None
+    if variant.cuda_only is not None:
+        return variant.cuda_only
+    if variant.precision == "fp32" and variant.family in ("eager", "kitsune_dropin", "kitsune_trainstep"):
+        return None
+    if variant.name != "compile_fp32" or case.model != "mlp":
+        return "left out of the quick profile on the CPU; `make bench-full` measures it"
+    return None if at_head else "compiling takes too long for the quick profile on the CPU: measured at HEAD only"

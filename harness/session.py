@@ -1,0 +1,268 @@
+"""One run on one commit: which processes are started, what they found out, and what is kept of it.
+
+Every result is appended to the store as soon as it is there, so that a run that is stopped loses nothing it measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypedDict
+
+import harness
+import models
+from harness import environment, profiles, variants
+from harness.caches import Caches
+from harness.context import Context, ContextError
+from harness.measure import (
+    Probe,
+    ProfileJob,
+    ProfileResult,
+    RoundJob,
+    RoundResult,
+    Task,
+    measure_profile,
+    measure_round,
+    median_step_seconds,
+    probe,
+)
+from harness.processes import Launcher, ProcessFailed
+from harness.profiles import Case
+from harness.store import Store
+
+_PROBE_SECONDS = 300.0
+
+
+class Measured(TypedDict):
+    """What asv is given of one variant of one case, in plain values; lower is better for each list.
+
+    ``status`` is "measured", "skipped" or "failed", the latter two with a ``reason``. ``step_s`` has one entry for each
+    round: the median of its blocks. ``peak_bytes`` is what torch allocated on the device, on the CPU the resident set.
+    """
+
+    status: str
+    reason: str
+    step_s: list[float]
+    setup_s: list[float]
+    peak_bytes: list[int]
+    peak_reserved_bytes: list[int]
+
+
+class Session:
+    """A run of the context's profile on the context's commit.
+
+    Args:
+        context: which commit, where, and how thoroughly.
+        launcher: starts the measuring processes; by default forked from a server that has torch imported.
+    """
+
+    def __init__(self, context: Context, launcher: Launcher | None = None) -> None:
+        self._context = context
+        self._launcher = launcher or Launcher()
+        self._store = Store(context.results)
+        self._run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+        self._measured: dict[tuple[str, str], Measured] = {}
+        self._steps_done = 0
+        self._steps = 0
+
+    def measure(self) -> dict[tuple[str, str], Measured]:
+        """Measures everything that the profile asks for and appends it to the store.
+
+        Returns:
+            What asv keeps, by case and variant.
+
+        Raises:
+            ContextError: the code being measured does not come from where it must.
+            ProcessFailed: not even the machine's facts could be found out.
+            ResultsError: the results cannot be written.
+        """
+        origins = self._origins()
+        found = self._probe()
+        device_type = found.facts["device_type"]
+        assert device_type == "cpu" or device_type == "cuda"
+        self._append(
+            kind="run",
+            commit=self._context.commit,
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            facts=dict(found.facts),
+            profile=self._context.profile,
+            **origins,
+        )
+        caches = Caches(self._context.caches, self._context.commit, found.facts)
+        caches.clear()
+        plan = [(case, self._tasks(case, found, caches)) for case in profiles.cases(self._context.profile, device_type)]
+        effort = profiles.effort(self._context.profile, device_type)
+        self._steps = sum(len(tasks) + effort.rounds for _, tasks in plan)
+        for case, tasks in plan:
+            self._measure_case(case, tasks, effort)
+        caches.clear()
+        return self._measured
+
+    def _origins(self) -> dict[str, str | None]:
+        """Where the code comes from, relative to the working tree.
+
+        ``harness`` and ``models`` must be the working tree's; a ``kitsune`` from anywhere but the checkout does not
+        count, and its variants are then skipped.
+        """
+        root = self._context.root.resolve()
+        for package in (harness, models):
+            assert package.__file__ is not None
+            if not Path(package.__file__).resolve().is_relative_to(root / package.__name__):
+                raise ContextError(f"{package.__file__} is imported, and not that of the working tree {root}")
+        spec = importlib.util.find_spec("kitsune")
+        origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        if origin is not None and not origin.is_relative_to(self._context.checkout.resolve()):
+            origin = None
+        return {
+            "kitsune_file": None if origin is None else _shown(origin, root),
+            "harness_file": _shown(Path(str(harness.__file__)).resolve(), root),
+        }
+
+    def _probe(self) -> Probe:
+        """The machine's facts. Where a forked process cannot use a GPU that is there, all processes are spawned."""
+        try:
+            found = self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
+        except ProcessFailed:
+            if self._launcher.method == "spawn":
+                raise
+        else:
+            gpu_is_missed = found.facts["device_type"] == "cpu" and environment.visible_gpu() is not None
+            if self._launcher.method == "spawn" or not gpu_is_missed:
+                return found
+        self._launcher = Launcher("spawn")
+        return self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
+
+    def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
+        """What is measured of a case; the other variants are recorded as skipped."""
+        tasks = []
+        for variant in variants.VARIANTS.values():
+            reason = found.unavailable.get(variant.name) or profiles.left_out(
+                self._context.profile, case, variant, at_head=self._context.at_head
+            )
+            if reason is None:
+                tasks.append(Task(variant.name, caches.folder(case.name, variant)))
+            else:
+                self._leave_out(case, variant.name, "skipped", reason)
+        return tuple(tasks)
+
+    def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
+        runnable = tuple(task for task in tasks if self._profile(case, task, effort))
+        for number in range(effort.rounds):
+            runnable = self._round(case, runnable, effort, number)
+
+    def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> bool:
+        """Measures one variant alone; whether it got through."""
+        begin = time.monotonic()
+        try:
+            result = self._launcher.run(
+                measure_profile, ProfileJob(case, task, effort), timeout_s=effort.process_seconds
+            )
+        except ProcessFailed as failure:
+            self._leave_out(case, task.variant, "failed", failure.reason)
+            self._progress(case, f"{task.variant}: failed: {failure.reason.splitlines()[0]}", begin)
+            return False
+        self._append(**_profile_record(case, task, result))
+        measured = self._entry(case, task.variant)
+        measured["setup_s"].append(result.setup_s)
+        if result.peak.allocated_bytes is None:
+            measured["peak_bytes"].append(result.peak.rss_bytes)
+        else:
+            measured["peak_bytes"].append(result.peak.allocated_bytes)
+        if result.peak.reserved_bytes is not None:
+            measured["peak_reserved_bytes"].append(result.peak.reserved_bytes)
+        self._progress(case, f"{task.variant}: set up in {result.setup_s:.2f} s", begin)
+        return True
+
+    def _round(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort, number: int) -> tuple[Task, ...]:
+        """One round; the variants left for the next. Without a variant that kills the process, it is tried again."""
+        begin = time.monotonic()
+        while tasks:
+            job = RoundJob(case, tasks, effort, number)
+            try:
+                result = self._launcher.run(measure_round, job, timeout_s=effort.process_seconds)
+            except ProcessFailed as failure:
+                at_work = [task.variant for task in tasks if task.variant == failure.note]
+                for variant in at_work or [task.variant for task in tasks]:
+                    self._leave_out(case, variant, "failed", f"in round {number}: {failure.reason}")
+            else:
+                self._keep_round(case, number, result)
+                self._progress(case, f"round {number + 1} of {effort.rounds}", begin)
+                return self._without_failed(case, tasks)
+            tasks = self._without_failed(case, tasks)
+        self._progress(case, f"round {number + 1} of {effort.rounds}: nothing left to measure", begin)
+        return ()
+
+    def _keep_round(self, case: Case, number: int, result: RoundResult) -> None:
+        for variant, reason in result.failures.items():
+            self._leave_out(case, variant, "failed", f"in round {number}: {reason}")
+        if not result.blocks:
+            return
+        blocks = {
+            variant: {
+                "wall_s": [block.wall_s for block in times],
+                "device_s": None if times[0].device_s is None else [block.device_s for block in times],
+            }
+            for variant, times in result.blocks.items()
+        }
+        self._append(
+            kind="round", round=number, steps_per_block=result.steps_per_block, blocks=blocks, **_case_fields(case)
+        )
+        for variant, times in result.blocks.items():
+            self._entry(case, variant)["step_s"].append(median_step_seconds(times))
+
+    def _without_failed(self, case: Case, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
+        return tuple(task for task in tasks if self._entry(case, task.variant)["status"] == "measured")
+
+    def _leave_out(self, case: Case, variant: str, status: str, reason: str) -> None:
+        reason = reason.replace(f"{self._context.root}/", "")
+        precision = variants.get(variant).precision
+        self._append(
+            kind="skip", variant=variant, precision=precision, status=status, reason=reason, **_case_fields(case)
+        )
+        measured = self._entry(case, variant)
+        measured["status"], measured["reason"] = status, reason
+
+    def _entry(self, case: Case, variant: str) -> Measured:
+        nothing = Measured(status="measured", reason="", step_s=[], setup_s=[], peak_bytes=[], peak_reserved_bytes=[])
+        return self._measured.setdefault((case.name, variant), nothing)
+
+    def _append(self, **record: object) -> None:
+        self._store.append(self._context.machine, self._context.commit, [{"run": self._run, **record}])
+
+    def _progress(self, case: Case, what: str, begin: float) -> None:
+        """Says what was done, to asv, which takes a silent process for hung, and to whoever watches the progress."""
+        self._steps_done += 1
+        position = f"{self._context.commit[:8]} {self._steps_done:>3}/{self._steps}"
+        line = f"{position}  {case.name:<14} {what}  [{time.monotonic() - begin:.1f} s]"
+        print(line, flush=True)
+        if self._context.progress is not None:
+            with self._context.progress.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def _case_fields(case: Case) -> dict[str, object]:
+    return {"case": case.name, "model": case.model, "batch": case.batch, "device": case.device_type}
+
+
+def _profile_record(case: Case, task: Task, result: ProfileResult) -> dict[str, object]:
+    return {
+        "kind": "profile",
+        **_case_fields(case),
+        "variant": task.variant,
+        "precision": variants.get(task.variant).precision,
+        "setup_s": result.setup_s,
+        "caches": result.caches,
+        "peak_allocated_bytes": result.peak.allocated_bytes,
+        "peak_reserved_bytes": result.peak.reserved_bytes,
+        "peak_rss_bytes": result.peak.rss_bytes,
+        "losses": [list(entry) for entry in result.losses],
+        "kitsune": None if result.status is None else dict(result.status),
+    }
+
+
+def _shown(path: Path, root: Path) -> str:
+    """The path as others can read it: relative to the working tree where it lies in it."""
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
