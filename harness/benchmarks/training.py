@@ -1,0 +1,93 @@
+"""What asv tracks of training: seconds per step, set-up seconds and peak memory of every variant of every case."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from harness import context, profiles, variants
+from harness.processes import Launcher
+
+if TYPE_CHECKING:
+    from harness.session import Measured
+
+_LONGEST_SILENCE_S = 3600.0
+
+Track = TypeVar("Track", bound=Callable[..., object])
+
+
+def _tracked(unit: str) -> Callable[[Track], Track]:
+    """Marks a benchmark with its unit and with the version of the method, by which asv tells comparable results."""
+
+    def mark(function: Track) -> Track:
+        vars(function).update(unit=unit, version=profiles.METHOD_VERSION)
+        return function
+
+    return mark
+
+
+class Training:
+    """One run of the measurement, read by several cheap benchmarks.
+
+    asv's medians are over rounds; the times of all blocks, in pairs, are in the results' ``.samples.jsonl`` files.
+    """
+
+    params = (list(variants.names()), list(dict.fromkeys(case.name for case in profiles.CASES)))
+    param_names = ("variant", "case")
+    timeout = 120.0
+
+    def setup_cache(self) -> dict[tuple[str, str], Measured]:
+        """Measures this commit. Runs once, before all benchmarks of this class."""
+        launcher = Launcher()
+        from harness.session import Session  # imports torch, which the processes that only read results need not
+
+        return Session(context.from_environment(), launcher).measure()
+
+    vars(setup_cache)["timeout"] = _LONGEST_SILENCE_S
+
+    def setup(self, measured: dict[tuple[str, str], Measured], variant: str, case: str) -> None:
+        """Skips what was not measured, by the exception with which asv skips."""
+        entry = measured.get((case, variant))
+        if entry is None:
+            raise NotImplementedError(f"{case} is not a case of this machine and profile")
+        if entry["status"] == "skipped":
+            raise NotImplementedError(entry["reason"])
+
+    @_tracked("seconds")
+    def track_step_seconds(self, measured: dict[tuple[str, str], Measured], variant: str, case: str) -> object:
+        """Wall time of a step."""
+        entry = _successful(measured[case, variant])
+        return _samples(entry["step_s"])
+
+    @_tracked("seconds")
+    def track_setup_seconds(self, measured: dict[tuple[str, str], Measured], variant: str, case: str) -> object:
+        """From constructing the optimizer to the end of the first step in the steady state."""
+        entry = _successful(measured[case, variant])
+        return _samples(entry["setup_s"])
+
+    @_tracked("bytes")
+    def track_peak_memory_bytes(self, measured: dict[tuple[str, str], Measured], variant: str, case: str) -> object:
+        """Peak memory in the steady state: allocated on the GPU, else the process's resident set."""
+        entry = _successful(measured[case, variant])
+        return _samples(entry["peak_bytes"])
+
+    @_tracked("bytes")
+    def track_peak_reserved_bytes(self, measured: dict[tuple[str, str], Measured], variant: str, case: str) -> object:
+        """Peak memory that torch took from the GPU in the steady state; there is none on the CPU."""
+        entry = _successful(measured[case, variant])
+        return _samples(entry["peak_reserved_bytes"])
+
+
+def _successful(entry: Measured) -> Measured:
+    """The entry of a variant that was measured. For one that failed, asv's process ends here with the reason, and so
+    asv counts a failure; a traceback of its own would only show this file."""
+    if entry["status"] == "failed":
+        sys.exit(f"failed while it was measured: {entry['reason'].splitlines()[0]}")
+    return entry
+
+
+def _samples(values: Sequence[float]) -> object:
+    """In the form in which asv computes median and interval itself; NaN, its word for skipped, if there are none."""
+    return {"samples": list(values), "number": 1} if values else math.nan
