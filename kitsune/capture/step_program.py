@@ -134,12 +134,15 @@ class _StepTracer:
         binding = Binding(spec.optimizer, params, composed=self._composed, found_inf=found_inf) if updates else None
         sums = [] if self._phase == "whole" else [self._accumulators[id(param)] for param in params]
         scale = [] if spec.scaler is None else scaler_tensors(spec.scaler)
+        # The loss's gradient is an input of the graph: making it there would cost a kernel at every step.
+        seed = torch.full((), 1 / spec.accumulate, device=flat[0].device)
         bound = [] if binding is None else binding.inputs()
-        ends = [len(flat), len(flat) + len(bound), len(flat) + len(bound) + len(sums)]
+        state = (*bound, *sums, *scale, seed)
 
         def step(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            values, bound_values = inputs[: ends[0]], inputs[ends[0] : ends[1]]
-            sum_values, scale_values = list(inputs[ends[1] : ends[2]]), inputs[ends[2] :]
+            values, rest = inputs[: len(flat)], list(inputs[len(flat) :])
+            bound_values, rest = rest[: len(bound)], rest[len(bound) :]
+            sum_values, scale_values = rest[: len(sums)], rest[len(sums) :]
             loss, grads = self._gradients(values, chosen, scale_values)
             if sum_values:
                 torch._foreach_add_(sum_values, grads)
@@ -161,24 +164,24 @@ class _StepTracer:
                 torch._foreach_zero_(sum_values)
             return [loss, *kept]
 
-        state = (*bound, *sums, *scale)
         module = trace(step, [*flat, *state])
         return StepProgram(module, state, frozenset(), tuple(params), binding, found_inf)
 
     def _gradients(
         self, values: Sequence[torch.Tensor], chosen: Sequence[int], scale: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss and its gradients; `scale` holds the scaler's tensors, if any, and the loss's own gradient."""
         spec = self._spec
         loss = interpret(self._graph, values)[0]
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise RefusedError(Refusal("the loss is not a tensor with one element"))
         if not loss.requires_grad:
             raise RefusedError(Refusal("the loss does not depend on any parameter that requires a gradient"))
-        objective = loss / spec.accumulate if spec.accumulate > 1 else loss
-        if scale:
-            objective = objective * scale[0]
+        seed = scale[-1] if spec.scaler is None else scale[-1] * scale[0]
         with torch.autocast(values[0].device.type, enabled=False):
-            grads = torch.autograd.grad(objective, [values[place] for place in self._places], allow_unused=True)
+            grads = torch.autograd.grad(
+                loss, [values[place] for place in self._places], seed.to(loss.dtype).expand_as(loss), allow_unused=True
+            )
         used = [place for place, grad in zip(self._places, grads, strict=True) if grad is not None]
         if used != list(chosen):
             raise _OtherGradientsError(used)
