@@ -11,7 +11,6 @@ from torch.nn import functional
 _PROTOTYPES_PER_CLASS = 3
 _COARSE_SIDE = 7
 _MAX_SHIFT = 2
-_SIGNAL = 0.3
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,12 @@ class SyntheticImages:
     """Channels, height and width of an image."""
     num_classes: int = 10
     seed: int = 0
+    signal: float = 0.3
+    """The prototype's share of an image's standard deviation, in (0, 1); the rest is noise. More pixels need less."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.signal < 1:
+            raise ValueError(f"signal must lie between 0 and 1, not be {self.signal}")
 
     def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Batch number `index`: images (batch_size, *shape) float32, contiguous, and labels (batch_size,) int64.
@@ -46,7 +51,7 @@ class SyntheticImages:
         shifts = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2, batch_size, 1), generator=generator, device="cpu")
         images = _shifted(prototypes[labels, variants], shifts)
         noise = torch.randn(images.shape, generator=generator, dtype=torch.float32, device="cpu")
-        images = _SIGNAL * images + (1 - _SIGNAL**2) ** 0.5 * noise
+        images = self.signal * images + (1 - self.signal**2) ** 0.5 * noise
         return images.to(device), labels.to(device)
 
 

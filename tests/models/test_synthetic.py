@@ -84,6 +84,11 @@ def test_impossible_batches_are_refused(batch_size: int, index: int, message: st
         GRAY.batch(batch_size, index=index)
 
 
+def test_an_impossible_signal_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1, not be 1.5"):
+        SyntheticImages((1, 28, 28), signal=1.5)
+
+
 @pytest.mark.gpu
 def test_the_gpu_gets_the_same_batch() -> None:
     state = torch.cuda.get_rng_state()

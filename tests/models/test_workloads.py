@@ -107,7 +107,7 @@ def test_mlp_takes_other_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "steps", "batch_size"),
-    [("mlp", 60, 64), ("lenet", 150, 64), pytest.param("resnet18", 60, 16, marks=pytest.mark.slow)],
+    [("mlp", 60, 64), ("lenet", 150, 64), pytest.param("resnet18", 100, 16, marks=pytest.mark.slow)],
 )
 def test_learns_the_classes(name: str, steps: int, batch_size: int) -> None:
     chance = 0.1
