@@ -85,7 +85,7 @@ def test_impossible_batches_are_refused(batch_size: int, index: int, message: st
 
 
 def test_an_impossible_signal_is_refused() -> None:
-    with pytest.raises(ValueError, match="between 0 and 1, not be 1.5"):
+    with pytest.raises(ValueError, match=r"between 0 and 1, not be 1\.5"):
         SyntheticImages((1, 28, 28), signal=1.5)
 
 
