@@ -12,6 +12,7 @@ from harness.selection import Case, ComparisonError, Measurement, changed_facts,
 from harness.selection import measurement as measurement_of
 from harness.stats import (
     Estimate,
+    Verdict,
     break_even_steps,
     compare_ratios,
     geometric_mean,
@@ -27,6 +28,8 @@ DEFAULT_MARGIN = 0.03
 
 LOSS_TOLERANCE = 0.05
 """Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
+
+_CLEAR = (Verdict.FASTER, Verdict.SLOWER)
 
 BASELINE = "eager_fp32"
 """The variant whose losses the others are held against."""
@@ -95,6 +98,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     peer = _best_peer(precision, seconds) if is_kitsune(variant) else None
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
+    judged = None if ratio is None else verdict(ratio, margin)
     gap, parity = _parity(profile, measured.profiles.get((case, BASELINE)))
     return Row(
         case=case,
@@ -105,12 +109,12 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         rounds=sum(variant in entry.blocks for entry in measured.rounds[case]),
         reference=reference,
         ratio=ratio,
-        verdict=None if ratio is None else verdict(ratio, margin),
+        verdict=judged,
         best_peer=peer,
         peer_ratio=peer_ratio,
         peer_verdict=None if peer_ratio is None else verdict(peer_ratio, margin),
         setup_s=None if profile is None else profile.setup_s,
-        break_even_steps=_break_even(measured, case, variant, reference, seconds),
+        break_even_steps=_break_even(measured, case, variant, seconds) if judged in _CLEAR else None,
         allocated_bytes=None if profile is None else profile.peak_allocated_bytes,
         reserved_bytes=None if profile is None else profile.peak_reserved_bytes,
         rss_bytes=None if profile is None else profile.peak_rss_bytes,
@@ -146,11 +150,9 @@ def _device_seconds(measured: Measurement, case: Case, variant: str) -> float | 
     return typical_seconds(times) if times else None
 
 
-def _break_even(
-    measured: Measurement, case: Case, variant: str, reference: str | None, seconds: Mapping[str, float]
-) -> int | None:
+def _break_even(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, float]) -> float | None:
     profile = measured.profiles.get((case, variant))
-    eager = None if reference is None else measured.profiles.get((case, reference))
+    eager = measured.profiles.get((case, reference_of(variant)))
     if profile is None or eager is None:
         return None
     return break_even_steps(profile.setup_s, seconds[variant], eager.setup_s, seconds[eager.variant])

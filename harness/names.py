@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+from harness.variants import VARIANTS
+
 _PRECISIONS = ("fp32", "tf32", "amp")
 _FAMILIES = ("eager", "compile", "handcaptured", "kitsune")
-_LABELS = {
-    "eager": "eager",
-    "compile": "torch.compile",
-    "compile_reduce_overhead": "torch.compile, reduce-overhead",
-    "handcaptured": "hand-captured",
-    "handcaptured_compile": "hand-captured torch.compile",
-    "kitsune_dropin": "Kitsune drop-in",
-    "kitsune_trainstep": "Kitsune TrainStep",
-}
 
 
 def is_kitsune(variant: str) -> bool:
@@ -32,7 +25,7 @@ def precision_of(variant: str) -> str:
 
 def label(variant: str) -> str:
     """The variant in words, without its precision; an unknown name as it is."""
-    return _LABELS.get(variant.rpartition("_")[0], variant)
+    return VARIANTS[variant].title.rpartition(", ")[0] if variant in VARIANTS else variant
 
 
 def reference_of(variant: str) -> str:
@@ -42,7 +35,8 @@ def reference_of(variant: str) -> str:
 
 def order(variant: str) -> tuple[int, int, str]:
     """Sort key: by precision, then family (eager, compiled, by hand, Kitsune), then name; unknown ones last."""
-    return _place(precision_of(variant), _PRECISIONS), _place(family_of(variant), _FAMILIES), variant
+    way, _, precision = variant.rpartition("_")
+    return _place(precision, _PRECISIONS), _place(family_of(variant), _FAMILIES), way
 
 
 def _place(name: str, known: tuple[str, ...]) -> int:

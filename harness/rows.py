@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -11,6 +12,9 @@ from harness.names import is_kitsune
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage, Skip
+
+Tally = Mapping[Verdict, int]
+"""How often each verdict was given, zeros included."""
 
 
 class Parity(Enum):
@@ -43,7 +47,8 @@ class Row:
     ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (Kitsune's rows) over that of the
     fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
     ``device_seconds`` is None without device events; set-up, memory and loss are None without a profile.
-    ``break_even_steps`` is None where the variant never earns its set-up back.
+    ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is not clearly faster
+    or slower than eager.
     """
 
     case: Case
@@ -59,7 +64,7 @@ class Row:
     peer_ratio: Estimate | None
     peer_verdict: Verdict | None
     setup_s: float | None
-    break_even_steps: int | None
+    break_even_steps: float | None
     allocated_bytes: int | None
     reserved_bytes: int | None
     rss_bytes: int | None
@@ -174,3 +179,32 @@ class Comparison:
     def regressions(self) -> int:
         """Kitsune variants that became slower by more than the margin, or can no longer be measured."""
         return len(self.lost) + sum(change.verdict is Verdict.SLOWER for change in self.changes)
+
+    @property
+    def against_eager(self) -> Tally:
+        """How many of Kitsune's rows are faster than eager, the same, …."""
+        return _tally(row.verdict for row in self.rows if row.is_kitsune)
+
+    @property
+    def against_peers(self) -> Tally:
+        """The same against the best peer of each."""
+        return _tally(row.peer_verdict for row in self.rows)
+
+    @property
+    def since_base(self) -> Tally:
+        """How many of Kitsune's variants changed since base in which direction, without those that were lost."""
+        return _tally(change.verdict for change in self.changes)
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """The cases measured at head, in the order of the results."""
+        return tuple(dict.fromkeys(row.case for row in self.rows))
+
+    def rows_of(self, case: Case) -> tuple[Row, ...]:
+        """The variants of a case."""
+        return tuple(row for row in self.rows if row.case == case)
+
+
+def _tally(verdicts: Iterable[Verdict | None]) -> Tally:
+    counts = Counter(verdicts)
+    return {verdict: counts[verdict] for verdict in Verdict}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.revisions import matching
 from harness.store import History, Profile, Round, Run, Skip, Store
 
-ENVIRONMENT_FACTS = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "cpu")
+ENVIRONMENT_FACTS = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "cpu", "cores", "threads")
 """Machine facts that change what is measured: rounds are pooled only where all of these agree."""
 
 
@@ -90,8 +90,8 @@ def changed_facts(one: Mapping[str, object], other: Mapping[str, object]) -> tup
     return tuple(name for name in ENVIRONMENT_FACTS if one.get(name) != other.get(name))
 
 
-def choose_machine(store: Store, name: str | None, this_machine: Callable[[], str]) -> str:
-    """The machine asked for; without one, this machine if it has results, else the one measured most recently.
+def choose_machine(store: Store, name: str | None, here: str) -> str:
+    """The machine asked for; without one, this machine (``here``) if it has results, else the one measured last.
 
     Raises:
         ComparisonError: there are no results, or none of the machine asked for.
@@ -103,7 +103,6 @@ def choose_machine(store: Store, name: str | None, this_machine: Callable[[], st
         if name not in machines:
             raise ComparisonError(f"no results of machine {name!r} in {store.root}; there are: {', '.join(machines)}")
         return name
-    here = this_machine()
     if here in machines:
         return here
     latest = {}

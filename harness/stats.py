@@ -54,8 +54,8 @@ class Verdict(Enum):
     """What an interval says about a ratio of times against a margin."""
 
     FASTER = "faster"
-    SLOWER = "slower"
     SAME = "same"
+    SLOWER = "slower"
     INCONCLUSIVE = "inconclusive"
 
 
@@ -109,17 +109,15 @@ def compare_ratios(head: Sequence[Pairs], base: Sequence[Pairs]) -> Estimate:
 def verdict(estimate: Estimate, margin: float) -> Verdict:
     """Judge a ratio of times by its whole interval.
 
-    ``margin`` is the relative difference that does not matter: ratios from 1 / (1 + margin) to 1 + margin count as the
-    same. Faster and slower are said only of an interval that lies beyond that band altogether, the same only of one
-    that lies within it (the interval form of the equivalence test: Schuirmann, J. Pharmacokinetics and
-    Biopharmaceutics, 1987); anything else is inconclusive and asks for more rounds.
+    ``margin`` is the relative difference that does not matter; :func:`margin_band` is what counts as the same. Faster
+    and slower are said only of an interval that lies beyond that band altogether, the same only of one that lies within
+    it (the interval form of the equivalence test: Schuirmann, J. Pharmacokinetics and Biopharmaceutics, 1987); anything
+    else is inconclusive and asks for more rounds.
 
     Raises:
         ValueError: the margin is not a positive finite number.
     """
-    if not 0 < margin < math.inf:
-        raise ValueError(f"margin is {margin}; expected a positive fraction such as 0.03")
-    least, most = 1 / (1 + margin), 1 + margin
+    least, most = margin_band(margin)
     if estimate.low > most:
         return Verdict.SLOWER
     if estimate.high < least:
@@ -127,6 +125,17 @@ def verdict(estimate: Estimate, margin: float) -> Verdict:
     if least <= estimate.low and estimate.high <= most:
         return Verdict.SAME
     return Verdict.INCONCLUSIVE
+
+
+def margin_band(margin: float) -> tuple[float, float]:
+    """The ratios that count as the same.
+
+    Raises:
+        ValueError: the margin is not a positive finite number.
+    """
+    if not 0 < margin < math.inf:
+        raise ValueError(f"margin is {margin}; expected a positive fraction such as 0.03")
+    return 1 / (1 + margin), 1 + margin
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -155,14 +164,14 @@ def typical_seconds(rounds: Sequence[Sequence[float]]) -> float:
 
 def break_even_steps(
     setup_s: float, seconds_per_step: float, reference_setup_s: float, reference_seconds_per_step: float
-) -> int | None:
-    """After how many steps a variant's dearer set-up is earned back; 0 where it is not dearer, None for never."""
+) -> float:
+    """After how many steps a variant's dearer set-up is earned back: 0 where it is not dearer, infinite for never."""
     extra = setup_s - reference_setup_s
     saved = reference_seconds_per_step - seconds_per_step
     if extra <= 0 and saved >= 0:
         return 0
     if saved <= 0:
-        return None
+        return math.inf
     return max(0, math.ceil(extra / saved))
 
 

@@ -1,0 +1,228 @@
+"""The charts as Plotly figures: plain dictionaries of traces and layout, made of numbers computed elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from harness import formats
+from harness.names import label
+from harness.report import style
+from harness.report.style import Spec
+from harness.rows import Comparison, LossCurve, Row, Series
+from harness.selection import Case
+from harness.stats import Estimate, margin_band
+
+_SHARE_FOR_TEXT = 0.36
+"""How much of a bar chart's width is kept for what is written at the bars' ends."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart: an identifier within the page, a title, Plotly's traces and layout, and what changes in each trace and,
+    by dotted path, in the layout where the page is narrow.
+    """
+
+    name: str
+    title: str
+    traces: Sequence[Spec]
+    layout: Spec
+    narrow_trace: Spec = field(default_factory=dict)
+    narrow_layout: Spec = field(default_factory=dict)
+
+
+def speedups(comparison: Comparison) -> list[Figure]:
+    """A forest plot for each case: speed-up over eager in the same precision, with its interval."""
+    figures = []
+    for index, case in enumerate(comparison.cases):
+        rows = [row for row in comparison.rows_of(case) if row.ratio is not None]
+        if rows:
+            figures.append(_forest(f"speedup-{index}", case, rows, comparison.margin))
+    return figures
+
+
+def memory(comparison: Comparison) -> list[Figure]:
+    """Bars for each case: peak bytes allocated and reserved, or resident memory on a CPU."""
+    figures = []
+    for index, case in enumerate(comparison.cases):
+        rows = comparison.rows_of(case)
+        on_device = [row for row in rows if row.allocated_bytes is not None]
+        resident = [row for row in rows if row.rss_bytes is not None]
+        if on_device:
+            reserved = _bars(on_device, lambda row: row.reserved_bytes, _device_memory, faint=True)
+            allocated = _bars(on_device, lambda row: row.allocated_bytes, None)
+            figures.append(_bar_chart(f"memory-{index}", case, on_device, [reserved, allocated]))
+        elif resident:
+            bars = _bars(resident, lambda row: row.rss_bytes, lambda row: formats.size(row.rss_bytes))
+            figures.append(_bar_chart(f"memory-{index}", case, resident, [bars]))
+    return figures
+
+
+def setups(comparison: Comparison) -> list[Figure]:
+    """Bars for each case: seconds of set-up, labelled with the steps after which they are earned back."""
+    figures = []
+    for index, case in enumerate(comparison.cases):
+        rows = [row for row in comparison.rows_of(case) if row.setup_s is not None]
+        if rows:
+            bars = _bars(rows, lambda row: row.setup_s, _setup_and_break_even)
+            figures.append(_bar_chart(f"setup-{index}", case, rows, [bars]))
+    return figures
+
+
+def history(comparison: Comparison) -> list[Figure]:
+    """Lines for each case over the measured commits: Kitsune's speed-up over eager, with a band for its interval."""
+    if len(comparison.commits) < 2:
+        return []
+    commits = [commit.short for commit in comparison.commits]
+    axis: Spec = {"type": "category", "categoryorder": "array", "categoryarray": commits, "fixedrange": True}
+    figures = []
+    for index, case in enumerate(_cases(comparison.history)):
+        members = [series for series in comparison.history if series.case == case]
+        speedups = [point.ratio.inverted() for series in members for point in series.points]
+        layout = style.layout(
+            xaxis=axis, yaxis=style.speedup_axis(speedups), shapes=[style.line_at_one("y")], legend=True
+        )
+        traces = [trace for series in members for trace in (_band(series), _line(series))]
+        figures.append(Figure(f"history-{index}", style.case_name(case), traces, layout | {"height": 360}))
+    return figures
+
+
+def losses(comparison: Comparison) -> list[Figure]:
+    """The loss of every variant of each case over the steps of one training run."""
+    figures = []
+    for index, case in enumerate(_cases(comparison.losses)):
+        curves = [curve for curve in comparison.losses if curve.case == case]
+        plain: Spec = {"automargin": True, "gridcolor": style.GRID, "zeroline": False, "fixedrange": True}
+        layout = style.layout(xaxis=plain | {"title": {"text": "step", "standoff": 4}}, yaxis=plain, legend=True)
+        traces = [_curve(curve) for curve in curves]
+        figures.append(Figure(f"loss-{index}", style.case_name(case), traces, layout | {"height": 400}))
+    return figures
+
+
+def _cases(members: Iterable[Series | LossCurve]) -> tuple[Case, ...]:
+    return tuple(dict.fromkeys(member.case for member in members))
+
+
+def _forest(name: str, case: Case, rows: Sequence[Row], margin: float) -> Figure:
+    least, most = margin_band(margin)
+    band = {
+        "type": "rect", "xref": "x", "yref": "paper", "x0": least, "x1": most, "y0": 0, "y1": 1,
+        "fillcolor": style.BAND, "line": {"width": 0}, "layer": "below",
+    }  # fmt: skip
+    marks = [(row, row.ratio.inverted()) for row in rows if row.ratio is not None]
+    variants = [row.variant for row in rows]
+    layout = style.layout(
+        xaxis=style.speedup_axis([speedup for _, speedup in marks]),
+        yaxis=style.variant_axis(variants),
+        shapes=[band, style.line_at_one("x"), *style.lines_between_precisions(variants)],
+    )
+    traces = [_mark(row, speedup) for row, speedup in marks]
+    narrow = style.names_above_rows(variants)
+    return Figure(name, style.case_name(case), traces, style.height(variants, layout), narrow_layout=narrow)
+
+
+def _mark(row: Row, speedup: Estimate) -> Spec:
+    symbol = style.symbol(row.variant) + ("" if speedup.has_interval else "-open")
+    lines = [
+        f"<b>{style.variant_name(row.variant)}</b>",
+        f"{formats.ratio_with_interval(speedup)} × as fast as eager",
+        f"{formats.seconds(row.seconds)} per step, {formats.counted(row.rounds, 'round')}",
+    ]
+    if row.peer_ratio is not None and row.best_peer is not None:
+        peer = formats.ratio_with_interval(row.peer_ratio.inverted())
+        lines.append(f"{peer} × as fast as {style.shown(label(row.best_peer))}")
+    return {
+        "type": "scatter", "mode": "markers", "x": [speedup.ratio], "y": [style.variant_name(row.variant)],
+        "marker": {"color": style.colour(row.variant), "size": 13 if row.is_kitsune else 9, "symbol": symbol},
+        "error_x": _whiskers(speedup, style.colour(row.variant)), "hoverinfo": "text", "hovertext": "<br>".join(lines),
+    }  # fmt: skip
+
+
+def _whiskers(estimate: Estimate, colour: str) -> Spec:
+    if not estimate.has_interval:
+        return {"visible": False}
+    return {
+        "type": "data", "symmetric": False, "array": [estimate.high - estimate.ratio],
+        "arrayminus": [estimate.ratio - estimate.low], "color": colour, "thickness": 2, "width": 4,
+    }  # fmt: skip
+
+
+def _bar_chart(name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec]) -> Figure:
+    variants = [row.variant for row in rows]
+    bare: Spec = {"showticklabels": False, "showgrid": False, "zeroline": False, "fixedrange": True}
+    layout = style.layout(
+        xaxis=bare | {"rangemode": "tozero", "domain": [0, 1 - _SHARE_FOR_TEXT]},
+        yaxis=style.variant_axis(variants) | {"showgrid": False},
+        shapes=style.lines_between_precisions(variants),
+    )
+    layout["margin"] = {"l": 8, "r": 8, "t": 6, "b": 8}
+    bars: Spec = {"offset": 0.06, "width": 0.4}
+    names = style.names_above_rows(variants)
+    return Figure(name, style.case_name(case), traces, style.height(variants, layout), bars, names)
+
+
+def _bars(
+    rows: Sequence[Row],
+    value: Callable[[Row], float | None],
+    written: Callable[[Row], str] | None,
+    *,
+    faint: bool = False,
+) -> Spec:
+    """Horizontal bars, one a row, with what ``written`` gives at their ends."""
+    texts = [] if written is None else [written(row) for row in rows]
+    return {
+        "type": "bar", "orientation": "h", "x": [value(row) for row in rows],
+        "y": [style.variant_name(row.variant) for row in rows], "width": 0.66, "hoverinfo": "skip",
+        "marker": {"color": [style.colour(row.variant) for row in rows], "opacity": 0.3 if faint else 1},
+        "text": texts, "textposition": "outside", "textangle": 0, "cliponaxis": False,
+        "textfont": {"size": 11, "color": style.INK},
+    }  # fmt: skip
+
+
+def _device_memory(row: Row) -> str:
+    return f"{formats.size(row.allocated_bytes)} ({formats.size(row.reserved_bytes)})"
+
+
+def _setup_and_break_even(row: Row) -> str:
+    if row.break_even_steps is None:
+        return formats.seconds(row.setup_s)
+    steps = formats.steps(row.break_even_steps)
+    return f"{formats.seconds(row.setup_s)}, {steps if math.isinf(row.break_even_steps) else f'{steps} steps'}"
+
+
+def _line(series: Series) -> Spec:
+    speedups = [point.ratio.inverted() for point in series.points]
+    name = style.variant_name(series.variant)
+    hovers = [
+        f"<b>{name}</b><br>{style.shown(formats.commit(point.commit))}<br>"
+        f"{formats.ratio_with_interval(speedup)} × as fast as eager<br>{formats.seconds(point.seconds)} per step"
+        for point, speedup in zip(series.points, speedups, strict=True)
+    ]
+    return {
+        "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
+        "x": [point.commit.short for point in series.points], "y": [speedup.ratio for speedup in speedups],
+        "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
+        "marker": {"size": 8, "symbol": style.symbol(series.variant)}, "hoverinfo": "text", "hovertext": hovers,
+    }  # fmt: skip
+
+
+def _band(series: Series) -> Spec:
+    """The interval as a closed outline: up along the upper bounds, back along the lower ones."""
+    bounded = [(point.commit.short, point.ratio.inverted()) for point in series.points if point.ratio.has_interval]
+    name = style.variant_name(series.variant)
+    return {
+        "type": "scatter", "mode": "none", "fill": "toself", "name": name, "legendgroup": name, "showlegend": False,
+        "x": [commit for commit, _ in bounded] + [commit for commit, _ in reversed(bounded)],
+        "y": [speedup.high for _, speedup in bounded] + [speedup.low for _, speedup in reversed(bounded)],
+        "fillcolor": style.colour(series.variant), "opacity": 0.2, "hoverinfo": "skip",
+    }  # fmt: skip
+
+
+def _curve(curve: LossCurve) -> Spec:
+    return {
+        "type": "scatter", "mode": "lines", "name": style.variant_name(curve.variant),
+        "x": [step for step, _ in curve.losses], "y": [loss for _, loss in curve.losses],
+        "line": {"color": style.colour(curve.variant), "width": 1.6, "dash": style.dash(curve.variant)},
+        "connectgaps": False,
+    }  # fmt: skip

@@ -1,0 +1,250 @@
+"""The report as one HTML file that works offline: readable without scripts, interactive with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+from harness import formats, render, tables
+from harness.comparison import LOSS_TOLERANCE
+from harness.report import figures
+from harness.report.figures import Figure
+from harness.rows import Comparison, Tally
+from harness.stats import Verdict
+from harness.tables import Cell, Column, Medium, Table
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+class ReportError(Exception):
+    """The report cannot be made. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class _Section:
+    link: str
+    title: str
+    intro: str
+    body: str
+
+    @property
+    def anchor(self) -> str:
+        """The identifier that links lead to."""
+        return self.link.lower().replace(" ", "-")
+
+
+def html_page(comparison: Comparison) -> str:
+    """The whole report, Plotly's script included.
+
+    Raises:
+        ReportError: Plotly is not installed.
+    """
+    charts = {
+        "speedup": figures.speedups(comparison),
+        "memory": figures.memory(comparison),
+        "setup": figures.setups(comparison),
+        "history": figures.history(comparison),
+        "loss": figures.losses(comparison),
+    }
+    sections = [section for section in _sections(comparison, charts) if section.body]
+    return Template(_asset("page.html")).substitute(
+        title=escape(f"Kitsune benchmarks: {comparison.machine}, {comparison.head.short}"),
+        style=_asset("page.css"),
+        header=_header(comparison, sections),
+        sections="\n".join(_section(section) for section in sections),
+        figures=_embedded([figure for group in charts.values() for figure in group]),
+        plotly=_plotly_script(),
+        script=_asset("page.js"),
+    )
+
+
+def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) -> list[_Section]:
+    """All sections in order; those without a body have nothing to say and are left out."""
+    return [
+        _Section("Summary", "Summary", "", _summary(comparison)),
+        _Section(
+            "Changes",
+            "Commit against commit",
+            "Kitsune's time as a multiple of eager's in the same process, at the older and the newer commit, and its"
+            " change: above 0 is slower.",
+            _table(tables.change_table(comparison)),
+        ),
+        _Section(
+            "Variants",
+            "All variants",
+            "Click a heading to sort. Kitsune's rows are coloured; * marks the best peer of its precision.",
+            _table(tables.variant_table(comparison)),
+        ),
+        _Section(
+            "Speed-up",
+            "Speed-up over eager",
+            "Eager in the same precision is the line at 1×, the margin is shaded, bars are 95% intervals. The axis is"
+            " logarithmic. Hollow marks rest on a single round.",
+            _charts(charts["speedup"]),
+        ),
+        _Section(
+            "Memory",
+            "Peak memory",
+            "Bytes allocated to tensors and, in brackets and paler, reserved by PyTorch's allocator; on a CPU,"
+            " resident memory of the process.",
+            _charts(charts["memory"]),
+        ),
+        _Section(
+            "Set-up",
+            "Set-up and break-even",
+            "Seconds before the first step at full speed, and after how many steps they are earned back against eager.",
+            _charts(charts["setup"]),
+        ),
+        _Section(
+            "History",
+            "History",
+            "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval.",
+            _history(comparison, charts["history"]),
+        ),
+        _Section(
+            "Loss",
+            "Training loss",
+            "The same batches in the same order for every variant. Click a name in the legend to hide its curve.",
+            _charts(charts["loss"]),
+        ),
+        _Section(
+            "Not measured",
+            "Not measured",
+            "What could not run here, or broke, with the reason the measurement gave.",
+            _table(tables.skip_table(comparison)),
+        ),
+        _Section(
+            "Damage",
+            "Damaged results",
+            "These parts of the results could not be read and were left out. Everything else was used.",
+            _table(tables.damage_table(comparison)),
+        ),
+        _Section("How to read", "How to read this", "", _reading(comparison)),
+    ]
+
+
+def _header(comparison: Comparison, sections: Sequence[_Section]) -> str:
+    facts = {"Machine": f"{comparison.machine}: {formats.machine(comparison.facts)}"}
+    facts["Commit"] = formats.commit(comparison.head)
+    if comparison.base is not None:
+        earlier = comparison.base == comparison.head
+        facts["Against"] = "earlier runs of the same commit" if earlier else formats.commit(comparison.base)
+    facts["Measured"] = f"{comparison.head.measured:%Y-%m-%d %H:%M} UTC"
+    tone = "bad" if comparison.regressions else "good"
+    links = "".join(f'<a href="#{section.anchor}">{escape(section.link)}</a>' for section in sections)
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    return "\n".join(
+        (
+            "<h1>Kitsune benchmarks</h1>",
+            f'<p class="outcome {tone}">{escape(render.verdict_line(comparison))}</p>',
+            f'<dl class="facts">{listed}</dl>',
+            f'<nav aria-label="Sections">{links}</nav>',
+        )
+    )
+
+
+def _summary(comparison: Comparison) -> str:
+    tallies = {
+        "Kitsune against eager": comparison.against_eager,
+        "Kitsune against the best peer": comparison.against_peers,
+    }
+    if comparison.base is not None:
+        tallies[f"Kitsune since {comparison.base.short}"] = comparison.since_base
+    tiles = "".join(_tally(title, tally) for title, tally in tallies.items())
+    lost = [f"{entry.skip.variant} in {entry.case.name}: {entry.skip.reason}" for entry in comparison.lost]
+    notices = [f'<p class="notice bad">No longer measured: {escape(text)}</p>' for text in lost]
+    notices += [f'<p class="notice">{escape(note)}</p>' for note in comparison.notes]
+    means = _table(tables.summary_table(comparison))
+    return f'<div class="tallies">{tiles}</div>{"".join(notices)}{means}'
+
+
+def _tally(title: str, tally: Tally) -> str:
+    counts = "".join(
+        f'<li class="{verdict.value if tally[verdict] else "none"}"><b>{tally[verdict]}</b> {verdict.value}</li>'
+        for verdict in Verdict
+    )
+    return f'<div class="tally"><h3>{escape(title)}</h3><ul>{counts}</ul></div>'
+
+
+def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    if not drawn:
+        return ""
+    numbers = _table(tables.history_table(comparison))
+    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{numbers}</details>"
+
+
+def _reading(comparison: Comparison) -> str:
+    text = Template(_asset("reading.html")).substitute(
+        margin=f"{100 * comparison.margin:g}%", tolerance=f"{100 * LOSS_TOLERANCE:g}%"
+    )
+    recipes, facts = _table(tables.recipe_table(comparison)), _table(tables.facts_table(comparison))
+    return (
+        f"{text}<details><summary>How each variant is set up</summary>{recipes}</details>"
+        f"<details><summary>Facts of the machine</summary>{facts}</details>"
+    )
+
+
+def _section(section: _Section) -> str:
+    intro = f"<p>{escape(section.intro)}</p>" if section.intro else ""
+    return f'<section id="{section.anchor}"><h2>{escape(section.title)}</h2>{intro}{section.body}</section>'
+
+
+def _charts(drawn: Sequence[Figure]) -> str:
+    if not drawn:
+        return ""
+    cards = "".join(
+        f'<figure><figcaption>{escape(figure.title)}</figcaption><div id="{figure.name}" class="chart"></div></figure>'
+        for figure in drawn
+    )
+    notice = "<noscript><p>Charts need scripts; the tables hold the numbers.</p></noscript>"
+    return f'{notice}<div class="charts">{cards}</div>'
+
+
+def _table(whole: Table) -> str:
+    table = whole.on(Medium.PAGE)
+    if not table.rows:
+        return ""
+    headings = "".join(_heading(column) for column in table.columns)
+    rows = "".join(
+        f"<tr>{''.join(_cell(cell, column) for cell, column in zip(row, table.columns, strict=True))}</tr>"
+        for row in table.rows
+    )
+    return (
+        f'<div class="scroller"><table class="sortable"><thead><tr>{headings}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _heading(column: Column) -> str:
+    kind = ' class="numeric"' if column.numeric else ""
+    return f'<th scope="col"{kind} title="{escape(column.meaning)}">{escape(column.heading)}</th>'
+
+
+def _cell(cell: Cell, column: Column) -> str:
+    classes = " ".join(filter(None, ("numeric" if column.numeric else "", cell.tone.value)))
+    key = "" if cell.key is None else f' data-key="{cell.key!r}"'
+    detail = "" if cell.detail is None else f"<small>{escape(cell.detail)}</small>"
+    title = "" if cell.words is None else f' title="{escape(cell.text)}"'
+    return f'<td class="{classes}"{key}{title}><span>{escape(cell.words or cell.text)}</span>{detail}</td>'
+
+
+def _embedded(drawn: Sequence[Figure]) -> str:
+    """The figures as JSON that cannot end the script element it stands in."""
+    described = json.dumps([vars(figure) for figure in drawn], separators=(",", ":"), allow_nan=False)
+    return described.replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _plotly_script() -> str:
+    try:
+        from plotly.offline.offline import get_plotlyjs  # the only use of Plotly, so nothing else needs it installed
+    except ImportError as error:
+        raise ReportError("the HTML report needs Plotly: pip install plotly (other outputs do not)") from error
+    return str(get_plotlyjs())

@@ -1,0 +1,176 @@
+"""How every chart looks: colours, symbols, axes, and text that Plotly cannot misread."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from harness.names import label, precision_of
+from harness.selection import Case
+from harness.stats import Estimate
+
+Spec = dict[str, object]
+
+INK = "#1f2328"
+FAINT_INK = "#9aa0a8"
+GRID = "#e4e6ea"
+BAND = "rgba(95,99,104,0.16)"
+
+_MARKS = {
+    "eager": ("#5f6368", "square"),
+    "compile": ("#009988", "diamond"),
+    "compile_reduce_overhead": ("#00594f", "diamond-tall"),
+    "handcaptured": ("#4a9fd8", "circle"),
+    "handcaptured_compile": ("#0055a4", "hexagon"),
+    "kitsune_dropin": ("#aa3377", "star-diamond"),
+    "kitsune_trainstep": ("#d9540b", "star"),
+}
+"""Colour and symbol of a variant in any precision. Colours differ in lightness too, for readers who see few of them."""
+
+_OTHER_MARK = ("#8a6d00", "cross")
+_DASHES = {"fp32": "solid", "tf32": "dot", "amp": "dash"}
+_SPEEDUP_TICKS = (
+    (0.85, 0.9, 0.95, 1, 1.05, 1.1, 1.15, 1.2),
+    (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.2, 2.5),
+    (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30, 50),
+    (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500),
+    (0.0001, 0.001, 0.01, 0.1, 1, 10, 100, 1000, 10000),
+)
+_MOST_TICKS = 6
+_PIXELS_BELOW_ROWS = 40
+
+
+def shown(text: str) -> str:
+    """Text from a result file for Plotly, which reads a subset of HTML wherever it writes text."""
+    return html.escape(text, quote=False)
+
+
+def colour(variant: str) -> str:
+    """The same in every precision."""
+    return _mark(variant)[0]
+
+
+def symbol(variant: str) -> str:
+    """The same in every precision; colour is never the only difference."""
+    return _mark(variant)[1]
+
+
+def dash(variant: str) -> str:
+    """By precision."""
+    return _DASHES.get(precision_of(variant), "dashdot")
+
+
+def variant_name(variant: str) -> str:
+    """What a variant is called in charts: its name in words and its precision."""
+    words = label(variant)
+    return shown(variant if words == variant else f"{words} · {precision_of(variant)}")
+
+
+def case_name(case: Case) -> str:
+    """What a case is called above a chart. Not escaped: it is for the page, not for Plotly."""
+    return f"{case.model}, batch {case.batch}, {case.device}"
+
+
+def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: bool = False) -> Spec:
+    """A layout on the page's own background, with its font, that scrolls under a finger instead of zooming."""
+    return {
+        "xaxis": xaxis,
+        "yaxis": yaxis,
+        "shapes": list(shapes),
+        "showlegend": legend,
+        "legend": {"orientation": "h", "y": -0.14, "yanchor": "top", "x": 0, "font": {"size": 11}},
+        "margin": {"l": 8, "r": 14, "t": 6, "b": 34},
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hoverlabel": {"align": "left", "bgcolor": "#ffffff", "bordercolor": "#b6bbc2", "font": {"color": INK}},
+        "dragmode": False,
+        "barmode": "overlay",
+        "hovermode": "closest",
+    }
+
+
+def speedup_axis(speedups: Sequence[Estimate]) -> Spec:
+    """A logarithmic axis of speed-ups: twice as fast and twice as slow are equally far from 1.
+
+    It spans 1 and all intervals; its ticks are the finest that stay legible over that range.
+    """
+    ends = [end for speedup in speedups for end in (speedup.ratio, speedup.low, speedup.high) if 0 < end < math.inf]
+    low, high = min(0.97, *ends), max(1.03, *ends)
+    room = 0.06 * math.log10(high / low)
+    ticks = next((ticks for ticks in _SPEEDUP_TICKS if _suit(ticks, low, high)), _SPEEDUP_TICKS[-1])
+    return {
+        "type": "log",
+        "range": [math.log10(low) - room, math.log10(high) + room],
+        "tickvals": list(ticks),
+        "ticktext": [f"{tick:g}×" for tick in ticks],
+        "tickangle": 0,
+        "automargin": True,
+        "gridcolor": GRID,
+        "zeroline": False,
+        "fixedrange": True,
+    }
+
+
+def variant_axis(variants: Sequence[str]) -> Spec:
+    """A vertical axis of variants in the tables' order, the first at the top."""
+    return {
+        "type": "category",
+        "categoryorder": "array",
+        "categoryarray": [variant_name(variant) for variant in variants],
+        "autorange": "reversed",
+        "automargin": True,
+        "fixedrange": True,
+        "ticklen": 0,
+        "gridcolor": GRID,
+    }
+
+
+def lines_between_precisions(variants: Sequence[str]) -> list[Spec]:
+    """Dotted lines across a vertical axis of variants wherever the precision changes."""
+    return [
+        {
+            "type": "line", "xref": "paper", "yref": "y", "x0": 0, "x1": 1, "y0": index - 0.5, "y1": index - 0.5,
+            "line": {"color": FAINT_INK, "width": 1, "dash": "dot"}, "layer": "below",
+        }
+        for index in range(1, len(variants))
+        if precision_of(variants[index]) != precision_of(variants[index - 1])
+    ]  # fmt: skip
+
+
+def height(variants: Sequence[str], layout: Spec) -> Spec:
+    """The layout with a height that suits a row for each variant."""
+    return layout | {"height": _PIXELS_BELOW_ROWS + 25 * len(variants)}
+
+
+def names_above_rows(variants: Sequence[str]) -> Spec:
+    """What changes in a layout, by dotted path, where there is no room for names beside the rows."""
+    names = [variant_name(variant) for variant in variants]
+    return {
+        "height": _PIXELS_BELOW_ROWS + 40 * len(variants),
+        "yaxis.showticklabels": False,
+        "yaxis.showgrid": False,
+        "annotations": [
+            {"text": name, "xref": "paper", "x": 0, "xanchor": "left", "y": name, "yshift": 11, "showarrow": False}
+            for name in names
+        ],
+    }
+
+
+def line_at_one(axis: str) -> Spec:
+    """A line where the speed-up is 1, across the other axis."""
+    other = "y" if axis == "x" else "x"
+    return {
+        "type": "line", f"{axis}ref": axis, f"{other}ref": "paper", f"{axis}0": 1, f"{axis}1": 1, f"{other}0": 0,
+        f"{other}1": 1, "line": {"color": INK, "width": 1}, "layer": "below",
+    }  # fmt: skip
+
+
+def _suit(ticks: Sequence[float], low: float, high: float) -> bool:
+    """Whether the ticks reach over a range and are few enough within it."""
+    return ticks[0] <= low and high <= ticks[-1] and sum(low <= tick <= high for tick in ticks) <= _MOST_TICKS
+
+
+def _mark(variant: str) -> tuple[str, str]:
+    return _MARKS.get(variant.rpartition("_")[0], _OTHER_MARK)

@@ -1,0 +1,345 @@
+"""The tables of a comparison, built once for every medium: cells with a text, a tone, and what to sort by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from harness import formats
+from harness.names import label
+from harness.rows import Comparison, Parity, Row
+from harness.selection import Case
+from harness.stats import Estimate, Verdict
+from harness.variants import VARIANTS
+
+
+class Tone(Enum):
+    """What a cell says at a glance."""
+
+    PLAIN = "plain"
+    STRONG = "strong"
+    GOOD = "good"
+    BAD = "bad"
+    FAINT = "faint"
+
+
+class Medium(Enum):
+    """Where a table is shown: as text, a line a row, or on a page, whose cells have room for a second line."""
+
+    TEXT = "text"
+    PAGE = "page"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell. ``key`` is what to sort by where the text does not do; ``detail`` is a second line if there is room;
+    ``words`` stand in for a text that is an identifier, where readers rather want words.
+    """
+
+    text: str
+    key: float | None = None
+    tone: Tone = Tone.PLAIN
+    detail: str | None = None
+    words: str | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column. ``meaning`` explains the heading; ``only`` limits it to one medium; one that is ``needless_if_same`` is
+    left out where all its cells agree.
+    """
+
+    heading: str
+    meaning: str
+    numeric: bool = False
+    only: Medium | None = None
+    needless_if_same: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; every row has a cell for each column."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def on(self, medium: Medium) -> Table:
+        """The table with the columns that this medium shows."""
+        kept = [index for index in range(len(self.columns)) if self._is_shown(index, medium)]
+        columns = tuple(self.columns[index] for index in kept)
+        return Table(columns, tuple(tuple(row[index] for index in kept) for row in self.rows))
+
+    def _is_shown(self, index: int, medium: Medium) -> bool:
+        column = self.columns[index]
+        if column.needless_if_same and len({row[index].text for row in self.rows}) < 2:
+            return False
+        return column.only in (None, medium)
+
+
+BEST_PEER_MARK = " *"
+
+_CASE_COLUMNS = (
+    Column("model", "the workload"),
+    Column("batch", "samples per step", numeric=True),
+    Column("device", "where it ran", needless_if_same=True),
+)
+_VARIANT_COLUMNS = (
+    Column("precision", "fp32: PyTorch's defaults; tf32: matrix products in TF32 too; amp: bfloat16 autocast"),
+    Column("variant", "what was measured"),
+)
+_VERDICT_TONES = {
+    Verdict.FASTER: Tone.GOOD,
+    Verdict.SLOWER: Tone.BAD,
+    Verdict.SAME: Tone.PLAIN,
+    Verdict.INCONCLUSIVE: Tone.FAINT,
+}
+
+
+def variant_table(comparison: Comparison) -> Table:
+    """Every measured variant at the newer commit."""
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("time", "wall-clock seconds per training step, the median over rounds", numeric=True),
+        Column("over eager", "speed-up: eager's time in the same precision divided by this one's", numeric=True),
+        Column("verdict", "whether the whole interval lies beyond the margin", only=Medium.TEXT),
+        Column("mode", "how Kitsune ran the step: eager where replay is impossible or not faster", only=Medium.TEXT),
+        Column(
+            "over best peer",
+            "speed-up over the fastest variant in the same precision that is not Kitsune's (marked *)",
+            numeric=True,
+        ),
+        Column("peer verdict", "the same judgement against the best peer", only=Medium.TEXT),
+        Column("memory", "peak bytes allocated to tensors and reserved; on a CPU, peak resident memory", numeric=True),
+        Column("set-up", "seconds before the first fast step: compiling, capturing", numeric=True, only=Medium.PAGE),
+        Column("break-even", "steps after which set-up is earned back against eager", numeric=True, only=Medium.PAGE),
+        Column("loss", "distance from eager fp32 in loss, as a share of its progress", numeric=True),
+    )
+    best_peers = {(row.case, row.best_peer) for row in comparison.rows}
+    return Table(columns, tuple(_variant_cells(row, (row.case, row.variant) in best_peers) for row in comparison.rows))
+
+
+def change_table(comparison: Comparison) -> Table:
+    """Every Kitsune variant between the two commits, those that can no longer be measured first."""
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("before", "time at the older commit as a multiple of eager's in the same process", numeric=True),
+        Column("after", "the same at the newer commit", numeric=True),
+        Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
+        Column("verdict", "whether the whole interval lies beyond the margin"),
+    )
+    lost = [
+        (
+            *_case_cells(entry.case),
+            Cell(entry.skip.precision),
+            Cell(entry.skip.variant, tone=Tone.STRONG, words=label(entry.skip.variant)),
+            Cell("measured"),
+            Cell(entry.skip.status),
+            Cell(formats.ABSENT),
+            Cell("lost", tone=Tone.BAD, detail=entry.skip.reason),
+        )
+        for entry in comparison.lost
+    ]
+    changed = [
+        (
+            *_case_cells(entry.case),
+            Cell(entry.precision),
+            Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
+            Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
+            Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
+            Cell(formats.change(entry.ratio), entry.ratio.ratio),
+            _verdict_cell(entry.verdict),
+        )
+        for entry in comparison.changes
+    ]
+    return Table(columns, (*lost, *changed))
+
+
+def skip_table(comparison: Comparison) -> Table:
+    """What was not measured, one row for each reason."""
+    columns = (
+        Column("status", "failed: tried, and it broke; skipped: cannot run here"),
+        Column("variants", "which variants this concerns"),
+        Column("cases", "in which cases"),
+        Column("reason", "as the measurement gave it"),
+    )
+    rows = [
+        (
+            Cell(group.status, tone=Tone.BAD if group.status == "failed" else Tone.FAINT),
+            Cell(", ".join(group.variants)),
+            Cell(_case_names(group.cases, comparison)),
+            Cell(group.reason),
+        )
+        for group in comparison.skips
+    ]
+    return Table(columns, tuple(rows))
+
+
+def damage_table(comparison: Comparison) -> Table:
+    """What could not be read, one row for each file: how much of it, and the first problem."""
+    columns = (
+        Column("file", "the damaged file"),
+        Column("skipped", "how much of it was left out"),
+        Column("first problem", "where the trouble begins"),
+    )
+    files: dict[str, list[tuple[int | None, str]]] = {}
+    for entry in comparison.damage:
+        files.setdefault(str(entry.path), []).append((entry.line, entry.problem))
+    rows = [(Cell(path), *_damage_cells(problems)) for path, problems in files.items()]
+    return Table(columns, tuple(rows))
+
+
+def history_table(comparison: Comparison) -> Table:
+    """Every Kitsune variant at every measured commit."""
+    columns = (
+        Column("commit", "oldest first"),
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("time", "wall-clock seconds per training step", numeric=True),
+        Column("over eager", "speed-up: eager's time in the same precision and process divided by this", numeric=True),
+    )
+    position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
+    rows = [
+        (
+            Cell(point.commit.short, position[point.commit.sha], detail=point.commit.subject),
+            *_case_cells(series.case),
+            Cell(series.precision),
+            Cell(series.variant, words=label(series.variant)),
+            Cell(formats.seconds(point.seconds), point.seconds),
+            _speedup_cell(point.ratio),
+        )
+        for series in comparison.history
+        for point in series.points
+    ]
+    return Table(columns, tuple(rows))
+
+
+def summary_table(comparison: Comparison) -> Table:
+    """Geometric means of Kitsune's speed-ups, one row for each variant and device."""
+    columns = (
+        Column("variant", "one of Kitsune's forms"),
+        Column("precision", "as in the table of variants"),
+        Column("device", "where it ran"),
+        Column("over eager", "geometric mean of the speed-ups over eager in the same precision", numeric=True),
+        Column("over best peer", "geometric mean of those over the best peer of each case", numeric=True),
+        Column("cases", "how many cases the means are over", numeric=True),
+    )
+    rows = [
+        (
+            Cell(summary.variant, tone=Tone.STRONG, words=label(summary.variant)),
+            Cell(summary.precision),
+            Cell(summary.device),
+            Cell(_times(summary.over_eager), summary.over_eager),
+            Cell(_times(summary.over_peer), summary.over_peer),
+            Cell(str(summary.cases), summary.cases),
+        )
+        for summary in comparison.summaries
+    ]
+    return Table(columns, tuple(rows))
+
+
+def recipe_table(comparison: Comparison) -> Table:
+    """How each measured variant is set up, as today's harness describes it."""
+    columns = (
+        Column("variant", "as it stands in the results"),
+        Column("what it is", "in words"),
+        Column("layout", "of convolutional models on the device"),
+        Column("optimizer", "which implementation of Adam"),
+        Column("torch.compile", "the mode it is given"),
+    )
+    pairs = dict.fromkeys((row.variant, row.case.device) for row in comparison.rows)
+    known = [(VARIANTS[variant], device) for variant, device in pairs if variant in VARIANTS]
+    rows = [
+        (
+            Cell(variant.name),
+            Cell(variant.title),
+            Cell("channels last" if variant.uses_channels_last(device) else "default", detail=f"on {device}"),
+            Cell("fused" if variant.fused else "default"),
+            Cell(variant.compile_mode or formats.ABSENT),
+        )
+        for variant, device in known
+    ]
+    return Table(columns, tuple(rows))
+
+
+def facts_table(comparison: Comparison) -> Table:
+    """The machine and its software at the newer commit."""
+    columns = (Column("fact", "as the measurement recorded it"), Column("value", "at the newest run"))
+    return Table(columns, tuple((Cell(name), Cell(_fact(value))) for name, value in comparison.facts.items()))
+
+
+def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
+    tone = Tone.STRONG if row.is_kitsune else Tone.PLAIN
+    mark = BEST_PEER_MARK if is_best_peer else ""
+    memory = row.rss_bytes if row.allocated_bytes is None else row.allocated_bytes
+    return (
+        *_case_cells(row.case),
+        Cell(row.precision),
+        Cell(row.variant + mark, tone=tone, words=label(row.variant) + mark, detail=_mode(row)),
+        Cell(formats.seconds(row.seconds), row.seconds),
+        _speedup_cell(row.ratio, row.verdict),
+        _verdict_cell(row.verdict),
+        Cell(_mode(row) or ""),
+        _speedup_cell(row.peer_ratio, row.peer_verdict, row.best_peer),
+        _verdict_cell(row.peer_verdict),
+        Cell(formats.size(memory), memory, detail=_memory_detail(row)),
+        Cell(formats.seconds(row.setup_s), row.setup_s),
+        Cell(formats.steps(row.break_even_steps), row.break_even_steps),
+        Cell(formats.loss(row.loss_gap, row.parity), row.loss_gap, _PARITY_TONES[row.parity]),
+    )
+
+
+_PARITY_TONES = {None: Tone.PLAIN, Parity.AGREES: Tone.PLAIN, Parity.DIFFERS: Tone.BAD, Parity.DIVERGED: Tone.BAD}
+
+
+def _case_cells(case: Case) -> tuple[Cell, Cell, Cell]:
+    return Cell(case.model), Cell(str(case.batch), case.batch), Cell(case.device)
+
+
+def _case_names(cases: Sequence[Case], comparison: Comparison) -> str:
+    if len(cases) > 1 and set(cases) >= set(comparison.cases):
+        return f"all {len(cases)} cases"
+    return ", ".join(f"{case.name} on {case.device}" for case in cases)
+
+
+def _speedup_cell(estimate: Estimate | None, judged: Verdict | None = None, other: str | None = None) -> Cell:
+    """A speed-up, coloured and explained by its verdict, and by which variant it is over where that varies."""
+    if estimate is None:
+        return Cell(formats.ABSENT)
+    speedup = estimate.inverted()
+    tone = Tone.PLAIN if judged is None else _VERDICT_TONES[judged]
+    told = [judged.value if judged else None, f"than {label(other)}" if judged and other else None]
+    if judged in (Verdict.SAME, Verdict.INCONCLUSIVE) and other:
+        told[1] = f"as {label(other)}" if judged is Verdict.SAME else f"against {label(other)}"
+    return Cell(formats.ratio_with_interval(speedup), speedup.ratio, tone, detail=" ".join(filter(None, told)) or None)
+
+
+def _verdict_cell(judged: Verdict | None) -> Cell:
+    return Cell("") if judged is None else Cell(judged.value, tone=_VERDICT_TONES[judged])
+
+
+def _memory_detail(row: Row) -> str | None:
+    if row.allocated_bytes is None:
+        return None if row.rss_bytes is None else "resident"
+    return None if row.reserved_bytes is None else f"{formats.size(row.reserved_bytes)} reserved"
+
+
+def _mode(row: Row) -> str | None:
+    return None if row.kitsune is None else str(row.kitsune.get("mode", "unknown mode"))
+
+
+def _damage_cells(problems: Sequence[tuple[int | None, str]]) -> tuple[Cell, Cell]:
+    line, problem = problems[0]
+    if line is None:
+        return Cell("the whole file", tone=Tone.BAD), Cell(problem)
+    return Cell(formats.counted(len(problems), "line"), tone=Tone.BAD), Cell(f"line {line}: {problem}")
+
+
+def _times(speedup: float | None) -> str:
+    return formats.ABSENT if speedup is None else f"{formats.ratio(speedup)}×"
+
+
+def _fact(value: object) -> str:
+    return formats.ABSENT if value is None else str(value)
