@@ -23,7 +23,9 @@ def refuse_inductor(device: torch.device) -> Refusal | None:
     """None if Inductor can generate code for `device`: Triton for CUDA, a C++ compiler for the CPU."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            return Refusal("compile=True needs Triton, which is not installed", remedy="pip install kitsune-torch[triton]")
+            return Refusal(
+                "compile=True needs Triton, which is not installed", remedy="pip install kitsune-torch[triton]"
+            )
         if torch.cuda.get_device_capability(device) < (7, 0):
             return Refusal(f"Triton needs compute capability 7.0, {torch.cuda.get_device_name(device)} is older")
         return None

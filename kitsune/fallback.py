@@ -120,7 +120,9 @@ class CaptureBudget:
         """
         self.captures += 1
         if self.captures > _FREE_CAPTURES + replays // _REPLAYS_PER_CAPTURE:
-            raise RefusedError(Refusal(f"it would have to be captured a {self.captures}th time after {replays} replays"))
+            raise RefusedError(
+                Refusal(f"it would have to be captured a {self.captures}th time after {replays} replays")
+            )
 
 
 class RefusalLog:

@@ -56,7 +56,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
             Config.from_options(others)  # raises, naming the unknown option
         self.config = Config.from_options(own, config)
         if self.config.enable_amp and self.config.amp_dtype is torch.float16:
-            raise ConfigError("amp_dtype", torch.float16, "torch.bfloat16; for float16 use torch.autocast and GradScaler in the loop")
+            remedy = "torch.bfloat16; for float16 use torch.autocast and GradScaler in the loop"
+            raise ConfigError("amp_dtype", torch.float16, remedy)
         self._wrapped = wrapped
         self._log = RefusalLog("the training loop")
         self._loop: DropInLoop | None = None
@@ -67,7 +68,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         """The optimizer inside."""
         return self._wrapped
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._wrapped.param_groups
 
@@ -75,7 +76,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self._wrapped.param_groups = value
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         return self._wrapped.state
 
@@ -83,11 +84,15 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self._wrapped.state = value
 
-    @property  # type: ignore[override]
+    @property
     def defaults(self) -> dict[str, Any]:
         return self._wrapped.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._wrapped.defaults = value
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, as the wrapped optimizer does."""
         if self._loop is None:
             return self._wrapped.step(closure) if closure is not None else self._wrapped.step()
@@ -113,7 +118,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def status(self) -> Status:
         """What the latest iteration of the loop did and why, with figures over all iterations so far."""
         if self._loop is None:
-            return Status("eager", "a TrainStep has taken over this optimizer", not_in_effect=self.config.not_in_effect())
+            reason = "a TrainStep has taken over this optimizer"
+            return Status("eager", reason, not_in_effect=self.config.not_in_effect())
         return self._loop.status()
 
     def hand_over(self) -> torch.optim.Optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,11 +81,11 @@ class TrainStep:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm!r}")
-        if not isinstance(accumulate, int) or accumulate < 1:
+        if accumulate != int(accumulate) or accumulate < 1:
             raise ValueError(f"accumulate must be a whole number from 1 up, got {accumulate!r}")
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         if self.config.enable_amp and self.config.amp_dtype is torch.float16 and scaler is None:
-            raise ValueError("amp_dtype=torch.float16 needs grad_scaler=torch.amp.GradScaler(): gradients underflow without")
+            raise ValueError("amp_dtype=torch.float16 underflows without grad_scaler=torch.amp.GradScaler()")
         loss = _without_amp(model, loss_fn, forward)
         if isinstance(optimizer, KitsuneOptimizer):
             optimizer = optimizer.hand_over()
@@ -124,7 +125,7 @@ class TrainStep:
         spec = self._spec
         if self.config.enable_amp:
             loss = _with_amp(spec.loss, self._device, self.config.amp_dtype, self._log)
-            spec = StepSpec(spec.module, loss, spec.optimizer, spec.clip_grad_norm, spec.scaler, spec.accumulate, spec.keep_grads)
+            spec = dataclasses.replace(spec, loss=loss)
         return StepLoop(spec, self.config, self._device, self._log)
 
 

@@ -17,7 +17,9 @@ import torch
 from kitsune.errors import Refusal
 
 
-def call_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any], module: torch.nn.Module, device: torch.device) -> Hashable:
+def call_signature(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], module: torch.nn.Module, device: torch.device
+) -> Hashable:
     """The signature of calling `module` (or a step around it) with these arguments in the present state of torch."""
     return (
         tuple(map(_describe, args)),
@@ -52,7 +54,7 @@ def _describe(value: Any) -> Hashable:
         return (type(value), *map(_describe, value))
     if isinstance(value, Mapping):
         return (type(value), *((name, _describe(item)) for name, item in value.items()))
-    return type(value)
+    return ("an object of", type(value))
 
 
 def _ambient(device: torch.device) -> Hashable:
@@ -72,8 +74,8 @@ def _ambient(device: torch.device) -> Hashable:
         matmul.fp32_precision,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
-        cudnn.conv.fp32_precision,
-        cudnn.rnn.fp32_precision,
+        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.signature import refuse_arguments
-from kitsune.capture.trace import interpret, own_gradients, trace
+from kitsune.capture.trace import gradients, interpret, own_gradients, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 
@@ -82,8 +82,7 @@ def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitPro
         outputs = interpret(graph, values)
         _refuse_aliases(outputs, values)
         roots = [output for output, needs in zip(outputs, differentiable, strict=True) if needs]
-        with torch.autocast(values[0].device.type, enabled=False):
-            grads = torch.autograd.grad(roots, [values[place] for place in wanted], tangents, allow_unused=True)
+        grads = gradients(roots, [values[place] for place in wanted], tangents)
         reached[:] = [place for place, grad in zip(wanted, grads, strict=True) if grad is not None]
         present = [grad for grad in grads if grad is not None]
         owned = own_gradients([values[place] for place in reached], present, inputs)
@@ -91,7 +90,9 @@ def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitPro
 
     module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
     parts = _partition(module, len(flat), len(examples))
-    return SplitProgram(parts.forward, parts.backward, differentiable, layouts, tuple(reached), parts.depends, parts.saved_inputs)
+    return SplitProgram(
+        parts.forward, parts.backward, differentiable, layouts, tuple(reached), parts.depends, parts.saved_inputs
+    )
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,15 @@ def _refuse_order(graph: fx.Graph, depends: dict[fx.Node, frozenset[int]]) -> No
         targets = {storage for target in dataflow.written(node) for storage in dataflow.storages(target)}
         if late and targets & early_storages:
             raise RefusedError(Refusal(f"the backward pass writes to a value of the forward pass ({node.target})"))
-        random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if late_seen and not late and (random or targets & early_storages):
+        if late_seen and not late and (dataflow.draws_random_numbers(node) or targets & early_storages):
             raise RefusedError(Refusal(f"{node.target} runs between parts of the backward pass"))
         if not late and not late_seen:
             early_storages |= dataflow.storages(node)
 
 
-def _extract(joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], results: Sequence[object]) -> fx.GraphModule:
+def _extract(
+    joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], results: Sequence[dataflow.Result]
+) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -163,7 +165,7 @@ def _extract(joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx
     return fx.GraphModule(joint, graph)
 
 
-def _example(output: object) -> torch.Tensor:
+def _example(output: dataflow.Result) -> torch.Tensor:
     value = output.meta.get("example_value") if isinstance(output, fx.Node) else None
     if not isinstance(value, torch.Tensor):
         raise RefusedError(Refusal("the model's output contains values that are not tensors"))

@@ -114,7 +114,12 @@ class Binding:
         self.params = tuple(params)
         self.style: Style = _style(self.params, composed)
         if found_inf is not None and self.style == "composed":
-            raise RefusedError(Refusal("a gradient scaler needs the optimizer's fused update", remedy="keep betas, momentum and weight decay constant"))
+            raise RefusedError(
+                Refusal(
+                    "a gradient scaler needs the optimizer's fused update",
+                    remedy="keep betas, momentum and weight decay constant",
+                )
+            )
         self._mirrors: dict[float, _StepMirror] = {}
         self._host_steps: list[torch.Tensor] = []
         self._group_ids = _group_ids(optimizer)
@@ -142,9 +147,13 @@ class Binding:
             tensors += [*slot.steps, *slot.scalars.values()]
         return list({id(tensor): tensor for tensor in tensors}.values())
 
-    def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def update(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         """The update itself, on stand-ins for `self.params`, their gradients and `self.inputs()`."""
-        stand_in = {id(real): fake for real, fake in zip((*self.params, *self.inputs()), (*params, *inputs), strict=True)}
+        stand_in = {
+            id(real): fake for real, fake in zip((*self.params, *self.inputs()), (*params, *inputs), strict=True)
+        }
         gradient = {id(real): grad for real, grad in zip(self.params, grads, strict=True)}
         found_inf = None if self._found_inf is None else stand_in[id(self._found_inf)]
         steps = list({id(step): stand_in[id(step)] for slot in self._slots for step in slot.steps}.values())
@@ -174,7 +183,8 @@ class Binding:
 
     def advance(self, skipped: bool = False) -> None:
         """What `optimizer.step()` does on the host: counts, and tells schedulers and autograd that it ran."""
-        self._optimizer._opt_called = True  # read by torch.optim.lr_scheduler, to warn of a missing step()
+        # torch.optim.lr_scheduler reads this, to warn of a missing step().
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         if skipped:
             return
         if self._host_steps:
@@ -219,13 +229,17 @@ class Binding:
             chosen = [index for index, other in enumerate(keys) if other == key]
             state = {name: [tensors[index] for index in chosen] for name, tensors in slot.state.items()}
             steps = [slot.steps[index] for index in chosen] if slot.steps else []
-            parts.append(_Slot(slot.group, [slot.params[index] for index in chosen], state, steps, slot.scalars, slot.written))
+            parts.append(
+                _Slot(slot.group, [slot.params[index] for index in chosen], state, steps, slot.scalars, slot.written)
+            )
         return parts
 
     def _state(self, param: torch.nn.Parameter, name: str) -> torch.Tensor:
         value = self._optimizer.state.get(param, {}).get(name)
         if not isinstance(value, torch.Tensor):
-            raise RefusedError(Refusal(f"the optimizer has no state {name!r} yet for a parameter of shape {tuple(param.shape)}"))
+            raise RefusedError(
+                Refusal(f"the optimizer has no state {name!r} yet for a parameter of shape {tuple(param.shape)}")
+            )
         return value
 
     def _step(self, param: torch.nn.Parameter) -> torch.Tensor:

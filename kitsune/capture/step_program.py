@@ -11,7 +11,7 @@ from torch import fx
 
 from kitsune.capture.signature import refuse_arguments
 from kitsune.capture.state import Binding
-from kitsune.capture.trace import interpret, own_gradients, trace
+from kitsune.capture.trace import gradients, interpret, own_gradients, trace
 from kitsune.errors import Refusal, RefusedError
 
 Phase = Literal["whole", "accumulate", "last"]
@@ -111,8 +111,12 @@ def trace_step(
             raise RefusedError(Refusal("the optimizer has no state yet for some parameters"), passing=True) from None
         program = tracer.trace(other.positions)
     return StepProgram(
-        program.module, program.state, frozenset((*stable, *range(len(flat), len(flat) + len(program.state)))),
-        program.params, program.binding, program.found_inf,
+        program.module,
+        program.state,
+        frozenset((*stable, *range(len(flat), len(flat) + len(program.state)))),
+        program.params,
+        program.binding,
+        program.found_inf,
     )
 
 
@@ -120,8 +124,14 @@ class _StepTracer:
     """Traces a step for one choice of parameters that have gradients."""
 
     def __init__(
-        self, spec: StepSpec, phase: Phase, graph: fx.GraphModule, flat: Sequence[torch.Tensor],
-        places: Sequence[int], accumulators: Mapping[int, torch.Tensor], composed: bool,
+        self,
+        spec: StepSpec,
+        phase: Phase,
+        graph: fx.GraphModule,
+        flat: Sequence[torch.Tensor],
+        places: Sequence[int],
+        accumulators: Mapping[int, torch.Tensor],
+        composed: bool,
     ) -> None:
         self._spec, self._phase, self._graph, self._flat = spec, phase, graph, flat
         self._places, self._accumulators, self._composed = places, accumulators, composed
@@ -173,15 +183,12 @@ class _StepTracer:
         """The loss and its gradients; `scale` holds the scaler's tensors, if any, and the loss's own gradient."""
         spec = self._spec
         loss = interpret(self._graph, values)[0]
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if loss.numel() != 1:
             raise RefusedError(Refusal("the loss is not a tensor with one element"))
         if not loss.requires_grad:
             raise RefusedError(Refusal("the loss does not depend on any parameter that requires a gradient"))
         seed = scale[-1] if spec.scaler is None else scale[-1] * scale[0]
-        with torch.autocast(values[0].device.type, enabled=False):
-            grads = torch.autograd.grad(
-                loss, [values[place] for place in self._places], seed.to(loss.dtype).expand_as(loss), allow_unused=True
-            )
+        grads = gradients([loss], [values[place] for place in self._places], [seed.to(loss.dtype).expand_as(loss)])
         used = [place for place, grad in zip(self._places, grads, strict=True) if grad is not None]
         if used != list(chosen):
             raise _OtherGradientsError(used)
@@ -211,6 +218,10 @@ def _unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, scale: torch.Te
 def _update_scale(scaler: torch.amp.GradScaler | None, scale: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
     assert scaler is not None
     torch._amp_update_scale_(
-        scale[0], scale[1], found_inf,
-        scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval(),
+        scale[0],
+        scale[1],
+        found_inf,
+        scaler.get_growth_factor(),
+        scaler.get_backoff_factor(),
+        scaler.get_growth_interval(),
     )

@@ -57,6 +57,17 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
+def gradients(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Gradients of `outputs` weighted by `tangents`; None for inputs that they do not depend on.
+
+    As in a backward pass outside of autocast. To be called while tracing.
+    """
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        return list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
+
+
 def own_gradients(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:

@@ -50,16 +50,27 @@ class Rule(ABC):
 
     @abstractmethod
     def fused(
-        self, params: Tensors, grads: Tensors, state: Mapping[str, Tensors], steps: Tensors,
-        lr: torch.Tensor, options: Options, found_inf: torch.Tensor | None,
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: Mapping[str, Tensors],
+        steps: Tensors,
+        lr: torch.Tensor,
+        options: Options,
+        found_inf: torch.Tensor | None,
     ) -> None:
         """Updates in one launch. `steps` are float32 and count this step already; nothing is
         changed where `found_inf` is 1."""
 
     @abstractmethod
     def composed(
-        self, params: Tensors, grads: Tensors, state: Mapping[str, Tensors], step: torch.Tensor | None,
-        hyper: Mapping[str, torch.Tensor], options: Options,
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: Mapping[str, Tensors],
+        step: torch.Tensor | None,
+        hyper: Mapping[str, torch.Tensor],
+        options: Options,
     ) -> None:
         """Updates with live hyperparameters (zero-dimensional float64; `"lr"` among them). `step`
         counts this step already and is shared by all `params`."""
@@ -83,20 +94,43 @@ class AdamRule(Rule):
         return {"beta1": beta1, "beta2": beta2, "eps": options["eps"], "weight_decay": options["weight_decay"]}
 
     def fused(
-        self, params: Tensors, grads: Tensors, state: Mapping[str, Tensors], steps: Tensors,
-        lr: torch.Tensor, options: Options, found_inf: torch.Tensor | None,
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: Mapping[str, Tensors],
+        steps: Tensors,
+        lr: torch.Tensor,
+        options: Options,
+        found_inf: torch.Tensor | None,
     ) -> None:
         update = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
         beta1, beta2 = options["betas"]
         update(
-            params, grads, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq", []), steps,
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=options["weight_decay"], eps=options["eps"],
-            amsgrad=options["amsgrad"], maximize=options["maximize"], grad_scale=None, found_inf=found_inf,
+            params,
+            grads,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("max_exp_avg_sq", []),
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            amsgrad=options["amsgrad"],
+            maximize=options["maximize"],
+            grad_scale=None,
+            found_inf=found_inf,
         )
 
     def composed(
-        self, params: Tensors, grads: Tensors, state: Mapping[str, Tensors], step: torch.Tensor | None,
-        hyper: Mapping[str, torch.Tensor], options: Options,
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: Mapping[str, Tensors],
+        step: torch.Tensor | None,
+        hyper: Mapping[str, torch.Tensor],
+        options: Options,
     ) -> None:
         assert step is not None
         dtype = params[0].dtype
@@ -134,25 +168,49 @@ class SGDRule(Rule):
         return ("momentum_buffer",) if options["momentum"] != 0 else ()
 
     def flags(self, options: Options) -> tuple[bool, ...]:
-        return (options["momentum"] != 0, bool(options["nesterov"]), bool(options["maximize"]), options["weight_decay"] != 0)
+        return (
+            options["momentum"] != 0,
+            bool(options["nesterov"]),
+            bool(options["maximize"]),
+            options["weight_decay"] != 0,
+        )
 
     def hyperparameters(self, options: Options) -> dict[str, float]:
         return {name: options[name] for name in ("momentum", "dampening", "weight_decay")}
 
     def fused(
-        self, params: Tensors, grads: Tensors, state: Mapping[str, Tensors], steps: Tensors,
-        lr: torch.Tensor, options: Options, found_inf: torch.Tensor | None,
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: Mapping[str, Tensors],
+        steps: Tensors,
+        lr: torch.Tensor,
+        options: Options,
+        found_inf: torch.Tensor | None,
     ) -> None:
         torch._fused_sgd_(
-            params, grads, state.get("momentum_buffer", []),
-            weight_decay=options["weight_decay"], momentum=options["momentum"], lr=lr,
-            dampening=options["dampening"], nesterov=options["nesterov"], maximize=options["maximize"],
-            is_first_step=False, grad_scale=None, found_inf=found_inf,
+            params,
+            grads,
+            state.get("momentum_buffer", []),
+            weight_decay=options["weight_decay"],
+            momentum=options["momentum"],
+            lr=lr,
+            dampening=options["dampening"],
+            nesterov=options["nesterov"],
+            maximize=options["maximize"],
+            is_first_step=False,
+            grad_scale=None,
+            found_inf=found_inf,
         )
 
     def composed(
-        self, params: Tensors, grads: Tensors, state: Mapping[str, Tensors], step: torch.Tensor | None,
-        hyper: Mapping[str, torch.Tensor], options: Options,
+        self,
+        params: Tensors,
+        grads: Tensors,
+        state: Mapping[str, Tensors],
+        step: torch.Tensor | None,
+        hyper: Mapping[str, torch.Tensor],
+        options: Options,
     ) -> None:
         dtype = params[0].dtype
         has_momentum, nesterov, maximize, decays = self.flags(options)

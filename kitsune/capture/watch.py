@@ -43,7 +43,9 @@ class ModuleWatch:
         """None if no parameter has a hook. A replay that hands gradients to autograd runs them; others do not."""
         for param in self._params:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
-                return Refusal(f"a parameter of shape {tuple(param.shape)} has a gradient hook, which a replay would not run")
+                return Refusal(
+                    f"a parameter of shape {tuple(param.shape)} has a gradient hook, which a replay would not run"
+                )
         return None
 
     def forward_hooks_changed(self) -> bool:

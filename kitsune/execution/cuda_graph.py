@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import fx
 
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
 
 _WARM_UP_RUNS = 2
@@ -27,8 +28,7 @@ class CudaGraph:
             place and must be the same tensors, at the same addresses, at every call.
         mutated: positions of inputs that the graph writes. Warming up runs on copies of them.
         warm_up: inputs to warm up on in place of `inputs`, where those hold no valid values yet.
-        pool: the memory pool, shared by all graphs that never run at the same time and hold
-            nothing for each other.
+        pool: the memory pool that it records into.
         compile: record what Inductor makes of the graph.
 
     Recording disturbs nothing of the user's: it runs on a side stream, on copies of whatever is
@@ -45,7 +45,7 @@ class CudaGraph:
         *,
         copied: Collection[int],
         mutated: Collection[int],
-        pool: tuple[int, int],
+        pool: GraphPool,
         compile: bool = False,
         warm_up: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -57,9 +57,14 @@ class CudaGraph:
         device = inputs[0].device
         self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated)
         self._graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.device(device):
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        self._pool = pool
+        recording = torch.cuda.graph(self._graph, pool=pool.enter(), capture_error_mode="thread_local")
+        try:
+            with torch.cuda.device(device), _no_garbage_collection(), recording:
                 self._outputs = run(self._inputs)
+        except BaseException:
+            pool.leave()
+            raise
         self._static = [self._inputs[position] for position in self._copied]
         self._inputs.clear()
 
@@ -67,7 +72,7 @@ class CudaGraph:
         for position, static in zip(self._copied, self._static, strict=True):
             static.copy_(inputs[position], non_blocking=True)
         self._graph.replay()
-        self._warm_outputs = []
+        self._warm_outputs = ()
         return self._outputs
 
     def static_outputs(self) -> list[torch.Tensor]:
@@ -81,7 +86,9 @@ class CudaGraph:
     def release(self) -> None:
         """Gives the graph and its memory back; the object cannot be called afterwards."""
         self._graph.reset()
+        self._pool.leave()
         self._outputs = ()
+        self._warm_outputs = ()
         self._static.clear()
 
 

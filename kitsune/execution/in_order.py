@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ class InOrder:
     keeps_outputs = False
 
     def __init__(self, module: fx.GraphModule, *, compile: bool = False) -> None:
-        self._run = module.forward
+        self._run: Callable[..., Outputs] = module.forward
         if compile:
             self.name = "inductor"
             self._run = torch.compile(module, fullgraph=True, dynamic=False)

@@ -47,9 +47,16 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def outputs(graph: fx.Graph) -> list[object]:
-    """The values that `graph` returns, flat: nodes and constants."""
+Result = fx.Node | None
+
+
+def outputs(graph: fx.Graph) -> list[Result]:
+    """The values that `graph` returns, flat: nodes, and None where a result is absent."""
     return list(pytree.tree_leaves(graph.output_node().args[0], is_leaf=lambda leaf: leaf is None))
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def written(node: fx.Node) -> Iterator[fx.Node]:
@@ -57,8 +64,9 @@ def written(node: fx.Node) -> Iterator[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     for position in _RUNNING_STATISTICS.get(node.target, ()):
-        if isinstance(node.args[position], fx.Node) and node.args[5]:
-            yield node.args[position]
+        statistic, training = node.args[position], node.args[5]
+        if isinstance(statistic, fx.Node) and training:
+            yield statistic
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -17,7 +17,6 @@ from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal
 from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
-from kitsune.loop.recording import memory_pool
 from kitsune.loop.split_step import ModuleCall, SplitStep
 from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
@@ -35,9 +34,8 @@ class DropInLoop:
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device, log: RefusalLog) -> None:
         self._optimizer, self._config, self._device, self._log = optimizer, config, device, log
-        self._pool = memory_pool(device)
         self._gradients: dict[int, torch.Tensor] = {}
-        self._update = UpdateStep(optimizer, self._gradients, config=config, pool=self._pool, log=log)
+        self._update = UpdateStep(optimizer, self._gradients, config=config, log=log)
         self._calls: dict[int, ModuleCall] = {}
         self._refusals: dict[int, Refusal] = {}
         self._give_back: list[Callable[[], None]] = []
@@ -121,13 +119,17 @@ class DropInLoop:
         mode, reason = self._mode()
         covered: tuple[str, ...] = ()
         if mode == "replay" and latest is not None:
-            covered = (("forward", "backward") if latest.executor else ()) + (("update",) if self._latest_updated else ())
+            covered = (("forward", "backward") if latest.executor else ()) + (
+                ("update",) if self._latest_updated else ()
+            )
         return Status(
             mode=mode,
             reason=reason,
             covered=covered,
             executor=None if latest is None else latest.executor,
-            setup_seconds=self._past_setup_seconds + self._update.setup_seconds + sum(step.setup_seconds for step in steps),
+            setup_seconds=self._past_setup_seconds
+            + self._update.setup_seconds
+            + sum(step.setup_seconds for step in steps),
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
             graphs=sum(step.executor is not None for step in steps),
@@ -156,7 +158,9 @@ class DropInLoop:
         self._log.add(refusal)
         return None
 
-    def _step(self, module: torch.nn.Module, eager: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitStep:
+    def _step(
+        self, module: torch.nn.Module, eager: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> SplitStep:
         key = (id(module), call_signature(args, kwargs, module, self._device))
         step = self._steps.get(key)
         if step is not None:
@@ -165,8 +169,12 @@ class DropInLoop:
         if len(self._steps) >= self._config.max_graphs:
             self._forget_oldest()
         step = self._steps[key] = SplitStep(
-            module, eager, self._gradients, config=self._config, pool=self._pool,
-            chooser=Chooser(self._config.mode, partial(synchronize, self._device)), log=self._log,
+            module,
+            eager,
+            self._gradients,
+            config=self._config,
+            chooser=Chooser(self._config.mode, partial(synchronize, self._device)),
+            log=self._log,
         )
         return step
 

@@ -11,11 +11,10 @@ from kitsune.config import Config
 from kitsune.device import refuse_inductor
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow, liveness
-
-Pool = tuple[int, int]
 
 
 class Recording:
@@ -27,7 +26,7 @@ class Recording:
         stable: positions of inputs that stay the same tensors from call to call (parameters,
             buffers, optimizer state); a replay uses them in place. All others are copied in.
         config: `max_memory` and `compile` apply.
-        pool: the CUDA memory pool.
+        pool: the memory pool, on a CUDA device.
         log: told when an option cannot be followed.
         warm_up: see `CudaGraph`.
 
@@ -43,7 +42,7 @@ class Recording:
         *,
         stable: Collection[int],
         config: Config,
-        pool: Pool | None,
+        pool: GraphPool,
         log: RefusalLog,
         warm_up: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -58,7 +57,7 @@ class Recording:
             compile = False
         self._stable = [(position, inputs[position], inputs[position].data_ptr()) for position in sorted(stable)]
         self.executor: InOrder | CudaGraph
-        if pool is None:
+        if device.type != "cuda":
             self.executor = InOrder(module, compile=compile)
             return
         try:
@@ -67,6 +66,8 @@ class Recording:
             )
         except torch.OutOfMemoryError as error:
             raise RefusedError(Refusal("there is too little device memory to capture the step")) from error
+        except RuntimeError as error:  # CUDA forbids some operators to be recorded, and says so in many ways
+            raise RefusedError(Refusal(f"recording the step failed: {str(error).splitlines()[0]}")) from error
 
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the stable inputs are still the same tensors at the same addresses."""
@@ -78,11 +79,6 @@ class Recording:
     def release(self) -> None:
         self.executor.release()
         self._stable.clear()
-
-
-def memory_pool(device: torch.device) -> Pool | None:
-    """A new CUDA memory pool for graphs on `device`; None on other devices."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _refuse_inputs(
@@ -98,7 +94,11 @@ def _refuse_inputs(
 
 
 def _refuse_memory(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], copied: Sequence[int], mutated: dict[int, fx.Node], config: Config
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    copied: Sequence[int],
+    mutated: dict[int, fx.Node],
+    config: Config,
 ) -> None:
     if config.max_memory is None:
         return

@@ -16,10 +16,11 @@ from kitsune.capture.watch import ModuleWatch
 from kitsune.config import Config
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
-from kitsune.loop.recording import Pool, Recording
+from kitsune.loop.recording import Recording
 
 ModuleCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -46,7 +47,6 @@ class SplitStep:
         gradients: dict[int, torch.Tensor],
         *,
         config: Config,
-        pool: Pool | None,
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
@@ -54,7 +54,7 @@ class SplitStep:
         self.setup_seconds = 0.0
         self.replays = 0
         self._module, self._call, self._gradients = module, call, gradients
-        self._config, self._pool, self._log = config, pool, log
+        self._config, self._log = config, log
         self._budget = CaptureBudget()
         self._watch = ModuleWatch(module, list(module.parameters()))
         self._guarded: GuardedFunction | None = None
@@ -114,7 +114,9 @@ class SplitStep:
 
     def _decline(self, *_flat: torch.Tensor) -> Sequence[torch.Tensor]:
         self.release()
-        raise RefusedError(Refusal("what the model's Python code depends on has changed since the capture"), passing=True)
+        raise RefusedError(
+            Refusal("what the model's Python code depends on has changed since the capture"), passing=True
+        )
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._graphs is None:
@@ -123,7 +125,9 @@ class SplitStep:
             self.release()
             raise RefusedError(Refusal("a parameter or a buffer changed since the capture"), passing=True)
         elif self._graphs.is_pending():
-            raise RefusedError(Refusal("the model is called again before the backward pass of its last call"), passing=True)
+            raise RefusedError(
+                Refusal("the model is called again before the backward pass of its last call"), passing=True
+            )
         outputs: Sequence[torch.Tensor] = _Replay.apply(self._graphs, *flat)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -131,9 +135,7 @@ class SplitStep:
         program = trace_split(graph, flat)
         known = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
-        forward = Recording(
-            program.forward, flat, stable=stable, config=self._config, pool=self._pool, log=self._log
-        )
+        forward = Recording(program.forward, flat, stable=stable, config=self._config, pool=GraphPool(), log=self._log)
         return _Graphs(program, forward, self._record_backward(program, forward), self._gradients)
 
     def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
@@ -146,8 +148,13 @@ class SplitStep:
         saved = executor.static_outputs()[first:]
         warm = [*executor.warm_outputs()[first:], *tangents]
         return Recording(
-            program.backward, [*saved, *tangents], stable=range(len(saved)),
-            config=self._config, pool=self._pool, log=self._log, warm_up=warm,
+            program.backward,
+            [*saved, *tangents],
+            stable=range(len(saved)),
+            config=self._config,
+            pool=GraphPool(),
+            log=self._log,
+            warm_up=warm,
         )
 
 
@@ -176,8 +183,10 @@ class _Graphs:
             outputs = [output.clone() for output in outputs]
         return outputs, values[count:]
 
-    def run_backward(self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the inputs at `program.gradient_places`; None where the user left the outputs they depend on unused."""
+    def run_backward(
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs at `program.gradient_places`; None for those that depend on unused outputs only."""
         layouts = self.program.tangents
         dense = [_in_layout(tangent, layout) for tangent, layout in zip(tangents, layouts, strict=True)]
         inputs = [*saved, *dense]
@@ -188,7 +197,7 @@ class _Graphs:
             grads = list(self._backward_in_order(inputs))
         present = {index for index, tangent in enumerate(tangents) if tangent is not None}
         return [
-            grad.detach() if grad is not None and needs & present else None
+            grad.detach() if not needs or needs & present else None
             for grad, needs in zip(grads, self.program.depends, strict=True)
         ]
 
@@ -198,7 +207,7 @@ class _Graphs:
         if context is None or not self.forward.executor.keeps_outputs:
             return False
         try:
-            context.saved_tensors
+            _ = context.saved_tensors
         except RuntimeError:  # autograd has released them: the backward pass ran
             return False
         return True
@@ -225,7 +234,9 @@ class _Replay(torch.autograd.Function):
         ctx.num_inputs = len(flat)
         ctx.set_materialize_grads(False)
         differentiable = graphs.program.differentiable
-        ctx.mark_non_differentiable(*(output for output, needs in zip(outputs, differentiable, strict=True) if not needs))
+        ctx.mark_non_differentiable(
+            *(output for output, needs in zip(outputs, differentiable, strict=True) if not needs)
+        )
         ctx.static = None
         if graphs.forward.executor.keeps_outputs:
             ctx.static = saved
@@ -237,7 +248,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise KitsuneError("a replayed backward pass cannot be differentiated again; use mode='eager' for create_graph=True")
+            raise KitsuneError(
+                "a replayed backward pass cannot be differentiated again; use mode='eager' for create_graph=True"
+            )
         saved = ctx.saved_tensors  # raises if an input was edited in place, or if the backward pass ran already
         graphs: _Graphs = ctx.graphs
         differentiable = graphs.program.differentiable

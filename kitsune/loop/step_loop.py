@@ -14,9 +14,9 @@ from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
 from kitsune.device import synchronize
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.recording import memory_pool
 from kitsune.loop.whole_step import WholeStep
 from kitsune.status import Status
 
@@ -29,7 +29,7 @@ class StepLoop:
 
     def __init__(self, spec: StepSpec, config: Config, device: torch.device, log: RefusalLog) -> None:
         self._spec, self._config, self._device, self._log = spec, config, device, log
-        self._pool = memory_pool(device)
+        self._pool = GraphPool()
         self._accumulators = Accumulators(spec)
         self._steps: OrderedDict[Hashable, WholeStep] = OrderedDict()
         self._latest: WholeStep | None = None
@@ -94,8 +94,13 @@ class StepLoop:
         if self._refusal is not None:
             chooser.refuse(self._refusal)
         step = self._steps[key] = WholeStep(
-            self._spec, phase, self._accumulators,
-            config=self._config, pool=self._pool, chooser=chooser, log=self._log,
+            self._spec,
+            phase,
+            self._accumulators,
+            config=self._config,
+            pool=self._pool,
+            chooser=chooser,
+            log=self._log,
         )
         return step
 
@@ -142,4 +147,3 @@ class StepLoop:
         for param in self._spec.params():
             if self._spec.keep_grads and param.grad is not None:
                 param.grad = param.grad.clone()
-

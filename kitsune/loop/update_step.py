@@ -13,8 +13,9 @@ from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import CaptureBudget, RefusalLog
-from kitsune.loop.recording import Pool, Recording
+from kitsune.loop.recording import Recording
 
 _MAX_GRAPHS = 4
 
@@ -49,14 +50,14 @@ class UpdateStep:
         gradients: Mapping[int, torch.Tensor],
         *,
         config: Config,
-        pool: Pool | None,
         log: RefusalLog,
     ) -> None:
         self.setup_seconds = 0.0
         self.replays = 0
         self.refusal: Refusal | None = None
         self._optimizer, self._gradients = optimizer, gradients
-        self._config, self._pool, self._log = config, pool, log
+        self._config, self._log = config, log
+        self._pool = GraphPool()
         self._budget = CaptureBudget()
         self._composed = config.compile
         self._updates: OrderedDict[tuple[int, ...], _Update] = OrderedDict()
@@ -100,13 +101,17 @@ class UpdateStep:
         update.binding.advance()
 
     def _params_and_grads(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-        params = [param for group in self._optimizer.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param for group in self._optimizer.param_groups for param in group["params"] if param.grad is not None
+        ]
         grads = [param.grad for param in params if param.grad is not None]
         if not params:
             raise RefusedError(Refusal("no parameter has a gradient"), passing=True)
         for param, grad in zip(params, grads, strict=True):
             if grad.layout is not torch.strided or grad.stride() != param.stride() or grad.dtype != param.dtype:
-                raise RefusedError(Refusal(f"a gradient of shape {tuple(grad.shape)} is laid out unlike its parameter"), passing=True)
+                raise RefusedError(
+                    Refusal(f"a gradient of shape {tuple(grad.shape)} is laid out unlike its parameter"), passing=True
+                )
         return params, grads
 
     def _refresh(self, key: tuple[int, ...], update: _Update, inputs: list[torch.Tensor]) -> None:
@@ -132,18 +137,17 @@ class UpdateStep:
                 binding.update(stand_ins, inputs[count : 2 * count], inputs[2 * count :])
             return []
 
-        slots = grads
-        if self._pool is not None:
+        slots: list[torch.Tensor] = []
+        if params[0].device.type == "cuda":
             slots = [self._gradients.get(grad.data_ptr(), torch.empty_like(grad)) for grad in grads]
-            _into_slots(grads, slots)
-        inputs = [*params, *slots, *binding.inputs()]
+        inputs = [*params, *_into_slots(grads, slots), *binding.inputs()]
         stable = set(range(len(inputs)))
-        if self._pool is None:
+        if not slots:
             stable -= set(range(count, 2 * count))
         module = trace(function, inputs)
         recording = Recording(module, inputs, stable=stable, config=self._config, pool=self._pool, log=self._log)
         self.setup_seconds += time.perf_counter() - started
-        return _Update(binding, recording, slots if self._pool is not None else [])
+        return _Update(binding, recording, slots)
 
     def _make_room(self) -> None:
         if len(self._updates) >= _MAX_GRAPHS:

@@ -15,9 +15,10 @@ from kitsune.capture.step_program import Phase, StepProgram, StepSpec, trace_ste
 from kitsune.capture.watch import ModuleWatch
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.recording import Pool, Recording
+from kitsune.loop.recording import Recording
 
 
 class WholeStep:
@@ -37,7 +38,7 @@ class WholeStep:
         accumulators: Accumulators,
         *,
         config: Config,
-        pool: Pool | None,
+        pool: GraphPool,
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
@@ -102,7 +103,9 @@ class WholeStep:
 
     def _decline(self, *_flat: torch.Tensor) -> Sequence[torch.Tensor]:
         self.release()
-        raise RefusedError(Refusal("what the model's Python code depends on has changed since the capture"), passing=True)
+        raise RefusedError(
+            Refusal("what the model's Python code depends on has changed since the capture"), passing=True
+        )
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> torch.Tensor:
         if self._recording is None:
@@ -112,7 +115,9 @@ class WholeStep:
         recording, program = self._recording, self._program
         assert recording is not None and program is not None
         if not self._accumulators.covered_by(program.params):
-            raise RefusedError(Refusal("other parameters had gradients in the earlier calls of this update"), passing=True)
+            raise RefusedError(
+                Refusal("other parameters had gradients in the earlier calls of this update"), passing=True
+            )
         outputs = recording([*flat, *program.state])
         if recording.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
@@ -126,8 +131,12 @@ class WholeStep:
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         self._recording = Recording(
-            program.module, [*flat, *program.state], stable=program.stable,
-            config=self._config, pool=self._pool, log=self._log,
+            program.module,
+            [*flat, *program.state],
+            stable=program.stable,
+            config=self._config,
+            pool=self._pool,
+            log=self._log,
         )
         self._program = program
 
