@@ -19,6 +19,9 @@ _GLOBAL_HOOKS = (
     torch_module._global_backward_hooks,
 )
 
+own_global_hooks: set[int] = set()
+"""The ids of Kitsune's own global hooks, which a replay need not run."""
+
 
 class ModuleWatch:
     """Watches the hooks of `module` and of `params` from the moment it is made."""
@@ -33,7 +36,7 @@ class ModuleWatch:
 
     def refuse(self) -> Refusal | None:
         """None if no hook is registered that a replay would not run."""
-        if any(_GLOBAL_HOOKS):
+        if any(hooks.keys() - own_global_hooks for hooks in _GLOBAL_HOOKS):
             return Refusal("global module hooks are registered, which a replay would not run")
         if any(self._backward):
             return Refusal("a module has backward hooks, which a replay would not run")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal
 from kitsune.fallback import Choice, Chooser, RefusalLog
+from kitsune.loop.cache import StepCache
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from kitsune.loop.split_step import ModuleCall, SplitStep
 from kitsune.loop.update_step import UpdateStep
@@ -29,7 +29,7 @@ class DropInLoop:
     signature are decided on together: their iterations run eagerly or replayed, and are timed from
     the first call to the end of `step`.
 
-    At most `config.max_graphs` signatures are kept; the least recently used one is forgotten first.
+    At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device, log: RefusalLog) -> None:
@@ -39,13 +39,11 @@ class DropInLoop:
         self._calls: dict[int, ModuleCall] = {}
         self._refusals: dict[int, Refusal] = {}
         self._give_back: list[Callable[[], None]] = []
-        self._steps: OrderedDict[Hashable, SplitStep] = OrderedDict()
+        self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
         self._iteration: dict[int, tuple[SplitStep, Choice, int]] = {}
         self._latest: SplitStep | None = None
         self._latest_updated = False
         self._fallbacks = 0
-        self._past_replays = 0
-        self._past_setup_seconds = 0.0
         self._finder = ModuleFinder(self._params(), self)
         self._amp = self._choose_amp()
 
@@ -66,7 +64,8 @@ class DropInLoop:
         eager = self._calls[id(module)]
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
-        step = self._latest = self._step(module, eager, args, kwargs)
+        key = (id(module), call_signature(args, kwargs, module, self._device))
+        step = self._latest = self._steps.get(key, partial(self._make, module, eager))
         choice = step.chooser.next()
         if id(step) not in self._iteration:
             step.chooser.start()
@@ -87,10 +86,10 @@ class DropInLoop:
             self._optimizer.step()
         for step, choice, count in self._iteration.values():
             step.chooser.finish(choice, count)
-            if step.chooser.refusal is not None and step.executor is not None:
-                self._log.add(step.chooser.refusal)
-                step.release()
+            self._fallbacks += step.take_copied_backwards()
+            self._steps.settle(step)
         self._iteration.clear()
+        self._finder.count_step()
 
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """`optimizer.step(closure)`: eager, since the closure may do anything."""
@@ -109,13 +108,12 @@ class DropInLoop:
         self._finder.stop()
         for give_back in self._give_back:
             give_back()
-        while self._steps:
-            self._forget_oldest()
+        self._steps.clear()
         self._update.release()
         self._latest = None
 
     def status(self) -> Status:
-        steps, latest = list(self._steps.values()), self._latest
+        latest = self._latest
         mode, reason = self._mode()
         covered: tuple[str, ...] = ()
         if mode == "replay" and latest is not None:
@@ -127,14 +125,12 @@ class DropInLoop:
             reason=reason,
             covered=covered,
             executor=None if latest is None else latest.executor,
-            setup_seconds=self._past_setup_seconds
-            + self._update.setup_seconds
-            + sum(step.setup_seconds for step in steps),
+            setup_seconds=self._steps.setup_seconds + self._update.setup_seconds,
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
-            graphs=sum(step.executor is not None for step in steps),
-            replays=self._past_replays + sum(step.replays for step in steps),
-            fallbacks=self._fallbacks + sum(step.copied_backwards for step in steps),
+            graphs=self._steps.graphs,
+            replays=self._steps.replays,
+            fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
             not_in_effect=self._config.not_in_effect(),
         )
@@ -158,32 +154,9 @@ class DropInLoop:
         self._log.add(refusal)
         return None
 
-    def _step(
-        self, module: torch.nn.Module, eager: ModuleCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> SplitStep:
-        key = (id(module), call_signature(args, kwargs, module, self._device))
-        step = self._steps.get(key)
-        if step is not None:
-            self._steps.move_to_end(key)
-            return step
-        if len(self._steps) >= self._config.max_graphs:
-            self._forget_oldest()
-        step = self._steps[key] = SplitStep(
-            module,
-            eager,
-            self._gradients,
-            config=self._config,
-            chooser=Chooser(self._config.mode, partial(synchronize, self._device)),
-            log=self._log,
-        )
-        return step
-
-    def _forget_oldest(self) -> None:
-        _, step = self._steps.popitem(last=False)
-        self._iteration.pop(id(step), None)
-        self._past_replays += step.replays
-        self._past_setup_seconds += step.setup_seconds
-        step.release()
+    def _make(self, module: torch.nn.Module, eager: ModuleCall) -> SplitStep:
+        chooser = Chooser(self._config.mode, partial(synchronize, self._device))
+        return SplitStep(module, eager, self._gradients, config=self._config, chooser=chooser, log=self._log)
 
 
 def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> ModuleCall:

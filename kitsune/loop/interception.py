@@ -14,6 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from kitsune.capture.watch import own_global_hooks
+
+# Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
+_PATIENCE_STEPS = 20
 
 
 class CallTaker(Protocol):
@@ -32,21 +38,29 @@ class ModuleFinder:
     def __init__(self, params: Iterable[torch.nn.Parameter], taker: CallTaker) -> None:
         self._missing = set(map(id, params))
         self._taker = weakref.ref(taker)
-        self._handle = register_module_forward_pre_hook(self._on_call)
-        self._finalizer = weakref.finalize(taker, self._handle.remove)
-
-    def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Looks for the modules of further parameters too."""
-        self._missing |= set(map(id, params))
+        self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._steps_left = _PATIENCE_STEPS
+        handle = register_module_forward_pre_hook(self._on_call)
+        own_global_hooks.add(handle.id)
+        self._finalizer = weakref.finalize(taker, _remove, handle)
 
     def stop(self) -> None:
         """Looks no further."""
         self._finalizer()
 
+    def count_step(self) -> None:
+        """To be called once an iteration: the search ends when nothing more is found for long."""
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self.stop()
+
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
-        taker = self._taker()
-        if taker is None or not self._missing or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or module in self._examined:
             return
+        taker = self._taker()
+        if taker is None or not self._missing:
+            return
+        self._examined.add(module)
         owned = self._missing & set(map(id, module.parameters()))
         if not owned:
             return
@@ -54,6 +68,11 @@ class ModuleFinder:
         if not self._missing:
             self.stop()
         taker.found(module)
+
+
+def _remove(handle: RemovableHandle) -> None:
+    handle.remove()
+    own_global_hooks.discard(handle.id)
 
 
 class _Interceptor:
@@ -67,6 +86,7 @@ class _Interceptor:
         module, taker = self._module(), self._taker()
         assert module is not None
         if taker is None:
+            module._compiled_call_impl = None
             return call_module(module, args, kwargs)
         return taker.call(module, args, kwargs)
 

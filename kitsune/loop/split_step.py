@@ -65,10 +65,15 @@ class SplitStep:
         """What runs the captured graphs; None while there are none."""
         return None if self._graphs is None else self._graphs.forward.executor.name
 
-    @property
-    def copied_backwards(self) -> int:
-        """Backward passes that ran operator by operator because gradients of an earlier one were still in use."""
-        return 0 if self._graphs is None else self._graphs.copied_backwards
+    def take_copied_backwards(self) -> int:
+        """Backward passes, since this was asked last, that ran operator by operator to spare gradients still in use."""
+        if self._graphs is None or not self._graphs.copied_backwards:
+            return 0
+        count, self._graphs.copied_backwards = self._graphs.copied_backwards, 0
+        self._log.add(
+            Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
+        )
+        return count
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """Calls the module: (True, its output), or (False, None) if it has to run eagerly."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from kitsune.device import synchronize
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
+from kitsune.loop.cache import StepCache
 from kitsune.loop.whole_step import WholeStep
 from kitsune.status import Status
 
@@ -24,18 +24,17 @@ from kitsune.status import Status
 class StepLoop:
     """The steps of one `TrainStep`.
 
-    At most `config.max_graphs` signatures are kept; the least recently used one is forgotten first.
+    At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first.
     """
 
     def __init__(self, spec: StepSpec, config: Config, device: torch.device, log: RefusalLog) -> None:
         self._spec, self._config, self._device, self._log = spec, config, device, log
         self._pool = GraphPool()
         self._accumulators = Accumulators(spec)
-        self._steps: OrderedDict[Hashable, WholeStep] = OrderedDict()
+        phases = 1 if spec.accumulate == 1 else 2
+        self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, log)
         self._latest: WholeStep | None = None
         self._fallbacks = 0
-        self._past_replays = 0
-        self._past_setup_seconds = 0.0
         self._refusal = refuse_module(spec.module)
         if self._refusal is not None:
             log.add(self._refusal)
@@ -43,7 +42,8 @@ class StepLoop:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """One step; returns its detached loss."""
         phase = self._accumulators.phase()
-        step = self._latest = self._step(args, kwargs, phase)
+        key = (phase, call_signature(args, kwargs, self._spec.module, self._device))
+        step = self._latest = self._steps.get(key, partial(self._make, phase))
         choice = step.chooser.next()
         step.chooser.start()
         loss = step.replay(args, kwargs) if choice == "replay" else None
@@ -52,48 +52,38 @@ class StepLoop:
             loss = self._eager(args, kwargs, phase)
             choice = "eager"
         step.chooser.finish(choice)
-        if step.chooser.refusal is not None and step.executor is not None:
-            self._log.add(step.chooser.refusal)
-            step.release()
+        self._steps.settle(step)
         self._accumulators.advance()
         return loss
 
     def release(self) -> None:
         """Gives all graphs and their memory back."""
-        while self._steps:
-            self._forget_oldest()
+        self._steps.clear()
         self._latest = None
 
     def status(self) -> Status:
-        steps, latest = list(self._steps.values()), self._latest
+        latest = self._latest
         mode, reason = ("idle", "no step has run yet") if latest is None else latest.chooser.describe()
         return Status(
             mode=mode,
             reason=reason,
             covered=("forward", "loss", "backward", "update") if mode == "replay" else (),
             executor=None if latest is None else latest.executor,
-            setup_seconds=self._past_setup_seconds + sum(step.setup_seconds for step in steps),
+            setup_seconds=self._steps.setup_seconds,
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
-            graphs=sum(step.executor is not None for step in steps),
-            replays=self._past_replays + sum(step.replays for step in steps),
+            graphs=self._steps.graphs,
+            replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
             not_in_effect=self._config.not_in_effect(),
         )
 
-    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], phase: Phase) -> WholeStep:
-        key = (phase, call_signature(args, kwargs, self._spec.module, self._device))
-        step = self._steps.get(key)
-        if step is not None:
-            self._steps.move_to_end(key)
-            return step
-        if len(self._steps) >= self._config.max_graphs * 2:
-            self._forget_oldest()
+    def _make(self, phase: Phase) -> WholeStep:
         chooser = Chooser(self._config.mode, partial(synchronize, self._device))
         if self._refusal is not None:
             chooser.refuse(self._refusal)
-        step = self._steps[key] = WholeStep(
+        return WholeStep(
             self._spec,
             phase,
             self._accumulators,
@@ -102,13 +92,6 @@ class StepLoop:
             chooser=chooser,
             log=self._log,
         )
-        return step
-
-    def _forget_oldest(self) -> None:
-        _, step = self._steps.popitem(last=False)
-        self._past_replays += step.replays
-        self._past_setup_seconds += step.setup_seconds
-        step.release()
 
     def _eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], phase: Phase) -> torch.Tensor:
         spec = self._spec

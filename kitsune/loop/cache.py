@@ -1,0 +1,88 @@
+"""The captured steps of a loop, by signature."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+from kitsune.fallback import Chooser, RefusalLog
+
+# Signatures that hold no graph are cheap to remember, and forgetting one means timing it again.
+_REMEMBERED_PER_GRAPH = 16
+
+
+class Step(Protocol):
+    """What replays the calls of one signature."""
+
+    chooser: Chooser
+    setup_seconds: float
+    replays: int
+
+    @property
+    def executor(self) -> str | None: ...
+
+    def release(self) -> None: ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+class StepCache(Generic[S]):
+    """Keeps steps by signature. Few of them may hold graphs; the least recently used are released first."""
+
+    def __init__(self, max_graphs: int, log: RefusalLog) -> None:
+        self._max_graphs = max_graphs
+        self._log = log
+        self._steps: OrderedDict[Hashable, S] = OrderedDict()
+        self._past_replays = 0
+        self._past_setup_seconds = 0.0
+
+    def get(self, key: Hashable, make: Callable[[], S]) -> S:
+        """The step of a signature, the most recently used one from now on."""
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = make()
+            if len(self._steps) > self._max_graphs * _REMEMBERED_PER_GRAPH:
+                self._forget(next(iter(self._steps)))
+        else:
+            self._steps.move_to_end(key)
+        return step
+
+    def settle(self, step: S) -> None:
+        """To be called after each use of `step`: releases graphs that are not wanted any more."""
+        if step.executor is None:
+            return
+        if step.chooser.refusal is not None:
+            self._log.add(step.chooser.refusal)
+            step.release()
+            return
+        holders = [other for other in self._steps.values() if other.executor is not None]
+        for other in holders[: max(len(holders) - self._max_graphs, 0)]:
+            other.release()
+
+    def clear(self) -> None:
+        """Releases and forgets everything."""
+        for key in list(self._steps):
+            self._forget(key)
+
+    @property
+    def graphs(self) -> int:
+        """How many steps hold graphs."""
+        return sum(step.executor is not None for step in self._steps.values())
+
+    @property
+    def replays(self) -> int:
+        """Replays so far, forgotten steps included."""
+        return self._past_replays + sum(step.replays for step in self._steps.values())
+
+    @property
+    def setup_seconds(self) -> float:
+        """Time spent on captures so far, forgotten steps included."""
+        return self._past_setup_seconds + sum(step.setup_seconds for step in self._steps.values())
+
+    def _forget(self, key: Hashable) -> None:
+        step = self._steps.pop(key)
+        self._past_replays += step.replays
+        self._past_setup_seconds += step.setup_seconds
+        step.release()
