@@ -107,7 +107,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wrapped.add_param_group(param_group)
         if self._loop is not None:
-            self._loop.expect(list(self._wrapped.param_groups[-1]["params"]))
+            self._loop.expect_params()
 
     def state_dict(self) -> dict[str, Any]:
         return self._wrapped.state_dict()
@@ -147,8 +147,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return getattr(self._wrapped, name)
 
     def _start(self) -> None:
-        param = next(param for group in self._wrapped.param_groups for param in group["params"])
-        self._loop = DropInLoop(self._wrapped, self.config, param.device, self._log)
+        self._loop = DropInLoop(self._wrapped, self.config, self._log)
 
 
 def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, Any]) -> torch.optim.Optimizer:

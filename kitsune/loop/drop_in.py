@@ -13,7 +13,7 @@ from kitsune.capture.signature import call_signature
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, synchronize
-from kitsune.errors import Refusal
+from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.cache import StepCache
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
@@ -32,10 +32,11 @@ class DropInLoop:
     At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: Config, device: torch.device, log: RefusalLog) -> None:
-        self._optimizer, self._config, self._device, self._log = optimizer, config, device, log
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Config, log: RefusalLog) -> None:
+        self._optimizer, self._config, self._log = optimizer, config, log
         self._gradients: dict[int, torch.Tensor] = {}
         self._update = UpdateStep(optimizer, self._gradients, config=config, log=log)
+        self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, ModuleCall] = {}
         self._refusals: dict[int, Refusal] = {}
         self._give_back: list[Callable[[], None]] = []
@@ -45,26 +46,29 @@ class DropInLoop:
         self._latest_updated = False
         self._fallbacks = 0
         self._finder = ModuleFinder(self._params(), self)
-        self._amp = self._choose_amp()
 
     def found(self, module: torch.nn.Module) -> None:
         """Takes over the calls of `module`, which the loop calls and which owns trained parameters."""
+        if id(module) in self._modules:
+            return
         refusal = refuse_module(module)
         if refusal is not None:
             self._log.add(refusal)
             self._refusals[id(module)] = refusal
             return
-        self._calls[id(module)] = _module_call(module, self._device.type, self._amp)
+        device, amp = self._device(), self._amp_dtype()
+        self._modules[id(module)] = module
+        self._calls[id(module)] = _module_call(module, device.type, amp)
         self._give_back.append(take_over(module, self))
-        if self._amp is not None:
-            _run_this_call_under_amp(module, self._device.type, self._amp)
+        if amp is not None:
+            _run_this_call_under_amp(module, device.type, amp)
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
         eager = self._calls[id(module)]
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
-        key = (id(module), call_signature(args, kwargs, module, self._device))
+        key = (id(module), call_signature(args, kwargs, module, self._device()))
         step = self._latest = self._steps.get(key, partial(self._make, module, eager))
         choice = step.chooser.next()
         if id(step) not in self._iteration:
@@ -84,6 +88,17 @@ class DropInLoop:
         self._latest_updated = replays and self._update.replay()
         if not self._latest_updated:
             self._optimizer.step()
+        self._finish_iteration()
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """`optimizer.step(closure)`, and the end of the iteration. The update is eager: it calls the closure itself."""
+        self._log.add(RefusedError(Refusal("step(closure) runs the update eagerly"), passing=True))
+        self._latest_updated = False
+        result = self._optimizer.step(closure)
+        self._finish_iteration()
+        return result
+
+    def _finish_iteration(self) -> None:
         for step, choice, count in self._iteration.values():
             step.chooser.finish(choice, count)
             self._fallbacks += step.take_copied_backwards()
@@ -91,17 +106,11 @@ class DropInLoop:
         self._iteration.clear()
         self._finder.count_step()
 
-    def step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """`optimizer.step(closure)`: eager, since the closure may do anything."""
-        self._log.add(Refusal("step(closure) runs the update eagerly"))
-        self._iteration.clear()
-        return self._optimizer.step(closure)
-
-    def expect(self, params: list[torch.nn.Parameter]) -> None:
-        """The optimizer was given further parameters."""
+    def expect_params(self) -> None:
+        """The optimizer was given further parameters, perhaps of modules that were not found yet."""
         self._finder.stop()
-        known = {id(param) for param in self._params()} - {id(param) for param in params}
-        self._finder = ModuleFinder((param for param in params if id(param) not in known), self)
+        owned = {id(param) for module in self._modules.values() for param in module.parameters()}
+        self._finder = ModuleFinder((param for param in self._params() if id(param) not in owned), self)
 
     def close(self) -> None:
         """Gives back all calls, graphs and memory."""
@@ -145,17 +154,21 @@ class DropInLoop:
     def _params(self) -> list[torch.nn.Parameter]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
-    def _choose_amp(self) -> torch.dtype | None:
+    def _device(self) -> torch.device:
+        device: torch.device = self._optimizer.param_groups[0]["params"][0].device
+        return device
+
+    def _amp_dtype(self) -> torch.dtype | None:
         if not self._config.enable_amp:
             return None
-        refusal = refuse_bfloat16(self._device)
+        refusal = refuse_bfloat16(self._device())
         if refusal is None:
             return self._config.amp_dtype
         self._log.add(refusal)
         return None
 
     def _make(self, module: torch.nn.Module, eager: ModuleCall) -> SplitStep:
-        chooser = Chooser(self._config.mode, partial(synchronize, self._device))
+        chooser = Chooser(self._config.mode, lambda: synchronize(self._device()))
         return SplitStep(module, eager, self._gradients, config=self._config, chooser=chooser, log=self._log)
 
 

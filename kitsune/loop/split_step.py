@@ -70,9 +70,8 @@ class SplitStep:
         if self._graphs is None or not self._graphs.copied_backwards:
             return 0
         count, self._graphs.copied_backwards = self._graphs.copied_backwards, 0
-        self._log.add(
-            Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
-        )
+        refusal = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
+        self._log.add(RefusedError(refusal, passing=True))
         return count
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
