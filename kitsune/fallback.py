@@ -18,6 +18,8 @@ _log = logging.getLogger("kitsune")
 _UNTIMED = 1
 _SAMPLES = 4
 
+_MISSES_UNTIL_PAUSE = 3
+
 _FREE_CAPTURES = 4
 _REPLAYS_PER_CAPTURE = 20
 
@@ -44,6 +46,7 @@ class Chooser:
         self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
         self._best: dict[Choice, float] = {}
         self._started = 0.0
+        self._misses = 0
         self.settled = mode == "eager"
 
     def next(self) -> Choice:
@@ -62,12 +65,14 @@ class Chooser:
         """Marks the end of a step (or of several) that ran as `choice`."""
         if self.settled:
             return
+        expected = self.next()
+        self._misses = self._misses + 1 if expected != choice else 0
         self._seen[choice] += 1
         if self._timing() and self._seen[choice] > _UNTIMED:
             self._synchronize()
             seconds = (time.perf_counter() - self._started) / steps
             self._best[choice] = min(seconds, self._best.get(choice, seconds))
-        if self._seen["replay"] >= self._wanted():
+        if self._seen["replay"] >= self._wanted() and (not self._auto or "replay" in self._best):
             self._settle()
 
     def refuse(self, refusal: Refusal) -> None:
@@ -97,7 +102,8 @@ class Chooser:
         return _UNTIMED + (_SAMPLES if self._auto else 0)
 
     def _timing(self) -> bool:
-        return self._auto and not self.settled
+        # Timing waits for the device, so it pauses while replays fail one after the other.
+        return self._auto and not self.settled and self._misses < _MISSES_UNTIL_PAUSE
 
     def _settle(self) -> None:
         self.settled = True

@@ -15,7 +15,7 @@ from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import Choice, Chooser, RefusalLog
-from kitsune.loop.cache import StepCache
+from kitsune.loop.cache import StepCache, describe
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from kitsune.loop.split_step import ModuleCall, SplitStep
 from kitsune.loop.update_step import UpdateStep
@@ -146,7 +146,7 @@ class DropInLoop:
 
     def _mode(self) -> tuple[str, str]:
         if self._latest is not None:
-            return self._latest.chooser.describe()
+            return describe(self._latest)
         if self._refusals:
             return "eager", str(next(iter(self._refusals.values())))
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
@@ -155,7 +155,7 @@ class DropInLoop:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _device(self) -> torch.device:
-        device: torch.device = self._optimizer.param_groups[0]["params"][0].device
+        device: torch.device = self._params()[0].device
         return device
 
     def _amp_dtype(self) -> torch.dtype | None:

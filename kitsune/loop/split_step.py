@@ -53,6 +53,7 @@ class SplitStep:
         self.chooser = chooser
         self.setup_seconds = 0.0
         self.replays = 0
+        self.declined: Refusal | None = None
         self._module, self._call, self._gradients = module, call, gradients
         self._config, self._log = config, log
         self._budget = CaptureBudget()
@@ -81,12 +82,14 @@ class SplitStep:
             output = self._capture(args, kwargs) if self._guarded is None else self._guarded(args, kwargs)
         except RefusedError as refused:
             self._log.add(refused)
+            self.declined = refused.refusal
             if self._graphs is None:
                 self.release()
             if not refused.passing:
                 self.chooser.refuse(refused.refusal)
             return False, None
         self.replays += 1
+        self.declined = None
         return True, output
 
     def release(self) -> None:

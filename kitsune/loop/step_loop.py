@@ -16,7 +16,7 @@ from kitsune.device import synchronize
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.cache import StepCache
+from kitsune.loop.cache import StepCache, describe
 from kitsune.loop.whole_step import WholeStep
 from kitsune.status import Status
 
@@ -63,7 +63,7 @@ class StepLoop:
 
     def status(self) -> Status:
         latest = self._latest
-        mode, reason = ("idle", "no step has run yet") if latest is None else latest.chooser.describe()
+        mode, reason = ("idle", "no step has run yet") if latest is None else describe(latest)
         return Status(
             mode=mode,
             reason=reason,

@@ -45,6 +45,7 @@ class WholeStep:
         self.chooser = chooser
         self.setup_seconds = 0.0
         self.replays = 0
+        self.declined: Refusal | None = None
         self._spec, self._phase, self._accumulators = spec, phase, accumulators
         self._config, self._pool, self._log = config, pool, log
         self._budget = CaptureBudget()
@@ -66,12 +67,14 @@ class WholeStep:
             loss = self._capture(args, kwargs) if self._guarded is None else self._guarded(args, kwargs)
         except RefusedError as refused:
             self._log.add(refused)
+            self.declined = refused.refusal
             if self._recording is None:
                 self.release()
             if not refused.passing:
                 self.chooser.refuse(refused.refusal)
             return None
         self.replays += 1
+        self.declined = None
         return loss
 
     def release(self) -> None:
