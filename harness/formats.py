@@ -10,6 +10,8 @@ from harness.stats import Estimate
 
 ABSENT = "—"
 
+_LONGEST_LINE = 240
+
 
 def seconds(value: float | None) -> str:
     """Three digits in the unit that suits: "94.1 µs", "2.60 ms", "1.20 s"."""
@@ -74,6 +76,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def one_line(text: str) -> str:
+    """Text from elsewhere on one line of bounded length, without control characters: lines are joined by " | "."""
+    lines = (" ".join(part for part in line.split() if part) for line in text.splitlines())
+    joined = " | ".join(line for line in lines if line)
+    printable = "".join(character if character.isprintable() else "?" for character in joined)
+    if len(printable) <= _LONGEST_LINE:
+        return printable
+    half = _LONGEST_LINE // 2
+    return f"{printable[:half]} … {printable[-half:]}"
+
+
 def commit(entry: Commit) -> str:
     """ "1a2b3c4d Subject line (2026-01-31)", as far as it is known."""
     known = [entry.short, entry.subject, f"({entry.date})" if entry.date else None]
@@ -99,7 +112,8 @@ def _digits(value: float) -> str:
 
 def _decimals(value: float) -> int:
     """How many decimals show three significant digits: at most six, none for a number of three digits or more."""
-    return 0 if value == 0 else min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    rounded = abs(float(f"{value:.3g}"))
+    return 0 if rounded == 0 else min(6, max(0, 2 - math.floor(math.log10(rounded))))
 
 
 def _percent(value: float) -> str:

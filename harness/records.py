@@ -1,8 +1,8 @@
 """The records of ``results/<machine>/<commit>.samples.jsonl``: what each line means and which lines are refused.
 
 One JSON object a line. Times are seconds per step, memory is bytes. Parsing is strict: a missing field, a wrong type, a
-schema this version does not know, or a time that is NaN, infinite or not positive is a :class:`RecordError`, because a
-wrong number that looks right is worse than a missing one. Fields this version does not know are ignored.
+schema this version does not know, or a time that is NaN, infinite, not positive or absurd is a :class:`RecordError`,
+because a wrong number that looks right is worse than a missing one. Fields this version does not know are ignored.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 SCHEMA = 1
+
+_LEAST_SECONDS = 1e-12
+_MOST_SECONDS = 1e9
 
 
 class RecordError(ValueError):
@@ -221,8 +224,9 @@ def _times(entries: object, where: str) -> tuple[float, ...]:
     if not isinstance(entries, (list, tuple)) or not entries:
         raise RecordError(f"{where}: expected a list of at least one time, got {_shown(entries)}")
     times = tuple(_number(entry, where) for entry in entries)
-    if min(times) <= 0:
-        raise RecordError(f"{where}: {min(times)} is not a positive time")
+    for time in (min(times), max(times)):
+        if not _LEAST_SECONDS <= time <= _MOST_SECONDS:
+            raise RecordError(f"{where}: {time} cannot be the seconds of a training step")
     return times
 
 

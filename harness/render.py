@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness import formats
 from harness.names import label
@@ -33,7 +34,7 @@ def text(comparison: Comparison, *, colour: bool = False) -> str:
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
         if table.rows:
             parts += ["", title, "", *(_sentence(row) for row in table.rows)]
-    parts += [f"\nnote: {note}" for note in comparison.notes]
+    parts += [f"\nnote: {formats.one_line(note)}" for note in comparison.notes]
     return "\n".join(parts) + "\n"
 
 
@@ -48,7 +49,7 @@ def markdown(comparison: Comparison) -> str:
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
         if table.rows:
             parts += ["", f"### {title}", "", _markdown_table(table)]
-    parts += [f"\n> {_escaped(note)}" for note in comparison.notes]
+    parts += [f"\n> {_escaped(formats.one_line(note))}" for note in comparison.notes]
     return "\n".join(parts) + "\n"
 
 
@@ -94,20 +95,20 @@ def verdict_line(comparison: Comparison) -> str:
         unclear = comparison.since_base[Verdict.INCONCLUSIVE]
         told = f" found in {judged}" + (f", {unclear} of them inconclusive" if unclear else "")
         return f"{found}{told} ({comparison.base.short} → {comparison.head.short})"
+    if not any(row.is_kitsune for row in comparison.rows):
+        return f"No variant of Kitsune was measured ({comparison.head.short})"
     tally = comparison.against_eager
     rows = formats.counted(sum(tally.values()), "row")
     return f"Kitsune faster than eager in {tally[Verdict.FASTER]} of {rows} ({comparison.head.short})"
 
 
 def _header(comparison: Comparison) -> str:
-    lines = [
-        f"machine  {comparison.machine}: {formats.machine(comparison.facts)}",
-        f"commit   {formats.commit(comparison.head)}",
-    ]
+    machine = formats.one_line(f"{comparison.machine}: {formats.machine(comparison.facts)}")
+    lines = [f"machine  {machine}", f"commit   {formats.one_line(formats.commit(comparison.head))}"]
     if comparison.base == comparison.head:
         lines.append("against  earlier runs of the same commit")
     elif comparison.base is not None:
-        lines.append(f"against  {formats.commit(comparison.base)}")
+        lines.append(f"against  {formats.one_line(formats.commit(comparison.base))}")
     lines.append(f"margin   {100 * comparison.margin:g}% of time; intervals are 95%")
     return "\n".join(lines) + "\n"
 
@@ -117,7 +118,7 @@ def _summary_lines(comparison: Comparison) -> list[str]:
     for summary in comparison.summaries:
         peer = "" if summary.over_peer is None else f", {formats.ratio(summary.over_peer)}× over the best peer"
         lines.append(
-            f"{label(summary.variant)}, {summary.precision}, {summary.device}:"
+            f"{formats.one_line(label(summary.variant))}, {summary.precision}, {summary.device}:"
             f" {formats.ratio(summary.over_eager)}× over eager{peer}"
             f" (geometric mean of {formats.counted(summary.cases, 'case')})"
         )
@@ -132,7 +133,7 @@ def _change_title(comparison: Comparison) -> str:
 
 def _text_table(table: Table, colour: bool) -> str:
     headings = tuple(Cell(column.heading, tone=Tone.FAINT) for column in table.columns)
-    lines = (headings, *table.rows)
+    lines = [[replace(cell, text=formats.one_line(cell.text)) for cell in line] for line in (headings, *table.rows)]
     widths = [max(len(line[index].text) for line in lines) for index in range(len(table.columns))]
     return "\n".join(_text_line(line, table, widths, colour) for line in lines)
 
@@ -146,7 +147,7 @@ def _text_line(line: Sequence[Cell], table: Table, widths: Sequence[int], colour
 
 
 def _sentence(row: Sequence[Cell]) -> str:
-    return "  " + ": ".join(cell.text for cell in row)
+    return "  " + ": ".join(formats.one_line(cell.text) for cell in row)
 
 
 def _markdown_table(table: Table) -> str:
@@ -159,7 +160,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def _markdown_cell(cell: Cell) -> str:
-    text = _escaped(cell.text).replace("\n", " ")
+    text = _escaped(formats.one_line(cell.text))
     return f"**{text}**" if text and cell.tone in (Tone.STRONG, Tone.BAD) else text
 
 

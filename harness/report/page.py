@@ -200,7 +200,7 @@ def _charts(drawn: Sequence[Figure]) -> str:
         f'<figure><figcaption>{escape(figure.title)}</figcaption><div id="{figure.name}" class="chart"></div></figure>'
         for figure in drawn
     )
-    notice = "<noscript><p>Charts need scripts; the tables hold the numbers.</p></noscript>"
+    notice = '<p class="unscripted">Charts need scripts; the tables hold the numbers.</p>'
     return f'{notice}<div class="charts">{cards}</div>'
 
 

@@ -97,7 +97,7 @@ def speedup_axis(speedups: Sequence[Estimate]) -> Spec:
     It spans 1 and all intervals; its ticks are the finest that stay legible over that range.
     """
     ends = [end for speedup in speedups for end in (speedup.ratio, speedup.low, speedup.high) if 0 < end < math.inf]
-    low, high = min(0.97, *ends), max(1.03, *ends)
+    low, high = min([0.97, *ends]), max([1.03, *ends])
     room = 0.06 * math.log10(high / low)
     ticks = next((ticks for ticks in _SPEEDUP_TICKS if _suit(ticks, low, high)), _SPEEDUP_TICKS[-1])
     return {

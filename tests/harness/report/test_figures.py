@@ -1,0 +1,124 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import plotly.graph_objects as go
+import pytest
+
+from harness.comparison import compare
+from harness.report import figures, style
+from harness.report.figures import Figure
+from harness.rows import Comparison
+from harness.stats import Estimate
+from harness.store import Store
+from tests.harness import sample
+
+ALL = (figures.speedups, figures.memory, figures.setups, figures.history, figures.losses)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    root = tmp_path_factory.mktemp("results")
+    sample.write_gpu_history(root)
+    return compare(Store(root).load(sample.GPU_MACHINE), folder=root)
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    root = tmp_path_factory.mktemp("results")
+    sample.write_cpu_history(root)
+    return compare(Store(root).load(sample.CPU_MACHINE), folder=root)
+
+
+@pytest.mark.parametrize("draw", ALL)
+@pytest.mark.parametrize("machine", ["gpu", "cpu"])
+def test_plotly_accepts_every_figure(
+    draw: Callable[[Comparison], list[Figure]], machine: str, request: pytest.FixtureRequest
+) -> None:
+    """Plotly's Python classes refuse properties and values that its script would silently ignore."""
+    comparison = request.getfixturevalue(machine)
+    drawn = draw(comparison)
+    assert [figure.title for figure in drawn] == [style.case_name(case) for case in comparison.cases]
+    for figure in drawn:
+        checked = go.Figure(data=list(figure.traces), layout=figure.layout)
+        for path, value in figure.narrow_layout.items():
+            checked.update_layout({path.replace(".", "_"): value})
+        json.dumps(vars(figure), allow_nan=False)
+
+
+def test_a_forest_plot_shows_the_tables_speedups(gpu: Comparison) -> None:
+    drawn = figures.speedups(gpu)[0]
+    rows = [row for row in gpu.rows_of(gpu.cases[0]) if row.ratio is not None]
+    assert len(drawn.traces) == len(rows)
+    for trace, row in zip(drawn.traces, rows, strict=True):
+        assert row.ratio is not None
+        speedup = row.ratio.inverted()
+        assert trace["x"] == [speedup.ratio]
+        whiskers = trace["error_x"]
+        assert isinstance(whiskers, dict)
+        assert whiskers["array"] == [pytest.approx(speedup.high - speedup.ratio)]
+        assert whiskers["arrayminus"] == [pytest.approx(speedup.ratio - speedup.low)]
+
+
+def test_memory_is_allocated_and_reserved_on_a_gpu_and_resident_on_a_cpu(gpu: Comparison, cpu: Comparison) -> None:
+    rows = gpu.rows_of(gpu.cases[0])
+    reserved, allocated = figures.memory(gpu)[0].traces
+    assert reserved["x"] == [row.reserved_bytes for row in rows]
+    assert allocated["x"] == [row.allocated_bytes for row in rows]
+    (resident,) = figures.memory(cpu)[0].traces
+    assert resident["x"] == [row.rss_bytes for row in cpu.rows_of(cpu.cases[0])]
+
+
+def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
+    (trace,) = figures.setups(gpu)[0].traces
+    texts = dict(zip([row.variant for row in gpu.rows_of(gpu.cases[0])], trace["text"], strict=True))  # type: ignore[call-overload]
+    assert texts["compile_fp32"].endswith("s, never")
+    assert texts["handcaptured_amp"].endswith("steps")
+    assert "," not in texts["eager_fp32"]
+
+
+def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:
+    drawn = figures.history(gpu)[0]
+    bands, lines = drawn.traces[::2], drawn.traces[1::2]
+    assert len(lines) == 4
+    assert [trace["fill"] for trace in bands] == ["toself"] * 4
+    for band, line in zip(bands, lines, strict=True):
+        assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
+
+
+def test_without_a_second_commit_there_is_no_history(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path)
+    store = Store(tmp_path)
+    alone = compare(store.load(sample.GPU_MACHINE, [sample.COMMITS[2]]), folder=tmp_path)
+    assert figures.history(alone) == []
+
+
+@pytest.mark.parametrize(
+    "speedups",
+    [
+        [Estimate(1.01, 0.99, 1.03, 3, 9)],
+        [Estimate(1.4, 0.8, 2.2, 3, 9)],
+        [Estimate(0.8, 0.7, 0.9, 3, 9), Estimate(15, 14, 16, 3, 9)],
+        [Estimate(0.002, 0.001, 0.003, 3, 9), Estimate(90, 80, 100, 3, 9)],
+        [Estimate(3.0, 0.0, float("inf"), 1, 9)],
+        [],
+    ],
+)
+def test_a_speedup_axis_has_one_and_a_few_ticks(speedups: list[Estimate]) -> None:
+    axis = style.speedup_axis(speedups)
+    low, high = axis["range"]  # type: ignore[misc]
+    seen = [tick for tick in axis["tickvals"] if 10**low <= tick <= 10**high]  # type: ignore[attr-defined]
+    assert 1 in seen
+    assert len(seen) <= 8
+
+
+def test_every_variant_looks_different_from_the_others_of_its_precision(gpu: Comparison) -> None:
+    looks = {(style.colour(row.variant), style.dash(row.variant)) for row in gpu.rows_of(gpu.cases[0])}
+    assert len(looks) == len(gpu.rows_of(gpu.cases[0]))
+    assert style.colour("my_own_variant_fp32") == style.colour("another_amp")
+
+
+def test_names_are_escaped_for_plotly() -> None:
+    assert style.variant_name("<a href='javascript:alert(1)'>x</a>_fp32") == (
+        "&lt;a href='javascript:alert(1)'&gt;x&lt;/a&gt;_fp32"
+    )

@@ -1,0 +1,237 @@
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from harness import compare, report
+from harness.store import Store
+from tests.harness import sample
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ARGUMENTS = (
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--no-first-run",
+)  # fmt: skip
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (Debian: apt install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def gpu_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gpu")
+    sample.write_gpu_history(root, slowdown=1.12)
+    return written(root, root / "report.html")
+
+
+def written(results: Path, path: Path) -> Path:
+    assert compare.main(["--results", str(results), "--html", str(path)]) == 0
+    return path
+
+
+class Visit:
+    """A page opened in Chromium, with everything it asked for and complained about."""
+
+    def __init__(self, browser: Browser, path: Path, *, width: int = 1280, scripts: bool = True) -> None:
+        context = browser.new_context(viewport={"width": width, "height": 900}, java_script_enabled=scripts)
+        self.page: Page = context.new_page()
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(path.as_uri(), wait_until="load")
+        if scripts:
+            self.page.wait_for_function(
+                "() => [...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('.main-svg'))"
+            )
+
+    def texts(self, selector: str) -> list[str]:
+        return [text.strip() for text in self.page.locator(selector).all_inner_texts()]
+
+
+def test_the_page_is_one_self_contained_file_under_six_megabytes(gpu_page: Path) -> None:
+    content = gpu_page.read_text(encoding="utf-8")
+    assert gpu_page.stat().st_size < 6_000_000
+    ours = re.sub(r"<script>/\*\*?\s*\n?\* plotly\.js.*?</script>", "", content, count=1, flags=re.DOTALL)
+    assert len(ours) < 600_000, "Plotly's script was not found where it should be, once"
+    assert "plotly.js v" not in ours
+    assert re.findall(r'(?:src|href)="(?!#|data:)', ours) == []
+    assert "http://" not in ours
+    assert "https://" not in ours
+
+
+@pytest.fixture(scope="module")
+def visit(browser: Browser, gpu_page: Path) -> Visit:
+    return Visit(browser, gpu_page)
+
+
+@needs_chromium
+def test_every_chart_is_drawn_and_nothing_is_fetched(visit: Visit, gpu_page: Path) -> None:
+    names = visit.page.eval_on_selector_all(".chart", "charts => charts.map((chart) => chart.id)")
+    assert sorted(names) == sorted(
+        f"{kind}-{index}" for kind in ("speedup", "memory", "setup", "history", "loss") for index in range(3)
+    )
+    least = {"speedup": 10, "memory": 26, "setup": 13, "history": 10, "loss": 13}
+    for name in names:
+        kind = name.partition("-")[0]
+        marks = visit.page.locator(f"#{name} {'.js-line' if kind == 'loss' else '.point'}")
+        assert marks.count() >= least[kind], name
+    assert visit.page.locator("#speedup-0 .errorbar").count() == 11
+    assert visit.page.locator("#history-0 .js-fill").count() == 4
+    heights = "paths => paths.map((path) => path.getBoundingClientRect().height)"
+    assert min(visit.page.locator(".chart .bars .point path").evaluate_all(heights)) > 5
+    assert visit.requests == [gpu_page.as_uri()]
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_tables_are_filled_and_sort(visit: Visit) -> None:
+    time = "#variants td:nth-child(5)"
+    assert visit.page.locator("#variants tbody tr").count() == 41
+    assert visit.page.locator("#changes tbody tr").count() == 12
+    assert all(visit.texts(time))
+
+    def milliseconds() -> list[float]:
+        factors = {"µs": 1e-3, "ms": 1.0, "s": 1e3}
+        return [float(text.split()[0]) * factors[text.split()[1]] for text in visit.texts(time)]
+
+    unsorted = milliseconds()
+    visit.page.locator("#variants th button", has_text="time").click()
+    assert milliseconds() == sorted(unsorted)
+    assert visit.page.locator("#variants th[aria-sort=ascending]").inner_text().strip() == "time"
+    visit.page.locator("#variants th button", has_text="time").press("Enter")
+    assert milliseconds() == sorted(unsorted, reverse=True)
+    visit.page.locator("#variants th button", has_text="variant").click()
+    names = [name.splitlines()[0].removesuffix(" *") for name in visit.texts("#variants td:nth-child(4)")]
+    assert names == sorted(names, key=str.casefold)
+    visit.page.locator("#variants th button", has_text="over best peer").click()
+    peers = visit.texts("#variants td:nth-child(7)")
+    assert peers[12:] == ["—"] * 29
+    assert "—" not in peers[:12]
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_the_header_says_what_this_is_and_how_it_ended(visit: Visit) -> None:
+    assert "1 regression found in 12 comparisons" in visit.page.locator(".outcome").inner_text()
+    facts = visit.page.locator("dl.facts").inner_text()
+    for part in ("NVIDIA H200", "driver 580.159.03", "torch 2.13.0", sample.COMMITS[2][:8], sample.COMMITS[1][:8]):
+        assert part in facts
+    assert visit.texts(".tally")[0].split() == [
+        "Kitsune", "against", "eager", "12", "faster", "0", "same", "0", "slower", "0", "inconclusive",
+    ]  # fmt: skip
+    assert visit.page.locator("#changes td.bad").all_inner_texts() == ["slower"]
+    assert "CUDA graph replay overwrote" in visit.page.locator("#not-measured").inner_text()
+    reading = visit.page.locator("#how-to-read").inner_text()
+    for word in ("Wall-clock".lower(), "best peer", "margin of 3%", "control", "bfloat16", "MiB", "Break-even", "±5%"):
+        assert word in reading
+    for link in visit.page.locator("nav a").all():
+        assert visit.page.locator(link.get_attribute("href") or "none").count() == 1
+
+
+@needs_chromium
+def test_a_phone_scrolls_down_only(browser: Browser, gpu_page: Path) -> None:
+    visit = Visit(browser, gpu_page, width=390)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    widths = visit.page.locator(".chart .main-svg").evaluate_all("all => all.map((svg) => svg.clientWidth)")
+    assert max(widths) <= 390
+    assert visit.page.locator("#speedup-0 .annotation").count() == 11
+    visit.page.set_viewport_size({"width": 1280, "height": 900})
+    visit.page.wait_for_function("() => !document.querySelector('#speedup-0 .annotation')")
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_the_tables_are_readable_without_scripts(browser: Browser, gpu_page: Path) -> None:
+    visit = Visit(browser, gpu_page, scripts=False)
+    assert visit.page.locator("#variants tbody tr:visible").count() == 41
+    assert visit.page.locator(".unscripted:visible").count() == 5
+    assert visit.page.locator(".chart:visible").count() == 0
+    visit.page.locator("#history summary").click()
+    assert visit.page.locator("#history tbody tr:visible").count() == 3 * (2 * 3 + 2 * 2)
+
+
+@needs_chromium
+def test_a_cpu_page_is_whole_too(browser: Browser, tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    visit = Visit(browser, written(tmp_path, tmp_path / "report.html"))
+    assert visit.page.locator(".chart").count() == 15
+    assert visit.page.locator("#not-measured tbody tr").count() == 2
+    assert "resident" in visit.page.locator("#variants").inner_text()
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
+    """Every text a result file can carry tries to leave the page's markup, Plotly's texts and the embedded JSON."""
+    hostile = (
+        "</script><script>window.broken=1</script><img src=x onerror=window.broken=1>"
+        "\"'><a href='javascript:window.broken=1'>%{x}"
+    )
+    case = sample.case_fields(hostile, 8, "cpu") | {"case": hostile}
+    rng = sample.random.Random(0)
+    for index, commit in enumerate(sample.COMMITS[:2]):
+        started = datetime(2026, 1, 1 + index, tzinfo=timezone.utc)
+        facts = {"device": hostile, "device_type": hostile, hostile: hostile, "torch": hostile + str(index)}
+        variants = ("eager_fp32", "kitsune_trainstep_fp32", f"kitsune_{hostile}_fp32", hostile)
+        records = [sample.run_record(hostile, commit, facts, started=started)]
+        records += [
+            sample.round_record(hostile, k, case, {variant: [1.0 + k / 9, 1.1] for variant in variants})
+            for k in range(3)
+        ]
+        for variant in variants:
+            profile = sample.profile_record(hostile, case | {"model": "mlp"}, variant, rng) | case
+            records.append(profile | {"precision": hostile, "kitsune": {"mode": hostile, "reason": hostile}})
+        records.append(sample.skip_record(hostile, case, f"kitsune_dropin_{hostile}", hostile, "failed"))
+        path = Store(tmp_path).append("machine", commit, records)
+    path.write_bytes(path.read_bytes() + b'{"schema":"' + hostile.replace('"', "").encode() + b'","kind":"round"}\n')
+
+    visit = Visit(browser, written(tmp_path, tmp_path / "report.html"))
+
+    assert visit.page.evaluate("window.broken") is None
+    assert visit.page.locator("img, main a, svg a, main script").count() == 0
+    assert hostile in visit.page.locator("dl.facts").inner_text()
+    assert hostile.replace('"', "")[:20] in visit.page.locator("#damage").inner_text()
+    assert visit.page.locator("#speedup-0 .ytick text").first.text_content() is not None
+    assert visit.requests == [(tmp_path / "report.html").as_uri()]
+    assert visit.complaints == []
+
+
+def test_without_plotly_the_other_outputs_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    monkeypatch.setitem(sys.modules, "plotly.offline.offline", None)
+    outputs = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+
+    assert compare.main(["--results", str(tmp_path), *outputs]) == 2
+
+    assert "pip install plotly" in capsys.readouterr().err
+    assert (tmp_path / "a.json").exists()
+    assert not (tmp_path / "a.html").exists()
+
+
+def test_a_report_of_the_first_commit_alone(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    store = Store(tmp_path)
+    comparison = compare.compare(store.load(sample.GPU_MACHINE, [sample.COMMITS[0]]), folder=tmp_path)
+
+    page = report.html_page(comparison)
+
+    assert 'id="history"' not in page
+    assert 'id="changes"' not in page
+    assert "no earlier commit is measured" in page
+    assert "(one round)" in page

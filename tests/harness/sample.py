@@ -1,0 +1,196 @@
+"""Invented results for tests, shaped like real ones: noise in blocks, processes and the machine; skips; losses; memory.
+
+Nothing made here ever lies under the project's own ``results/``.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from harness.store import Store
+
+MEBIBYTE = 2**20
+COMMITS = ("3f1c9a20" * 5, "8b2e77d4" * 5, "c05d61ef" * 5)
+GPU_MACHINE = "nvidia-h200"
+CPU_MACHINE = "xeon-2-cores"
+
+_GPU_FACTS = {
+    "device": "NVIDIA H200", "device_type": "cuda", "driver": "580.159.03", "cuda": "13.0", "cudnn": "91300",
+    "torch": "2.13.0+cu130", "triton": "3.6.0", "python": "3.12.3", "os": "Linux 6.18", "cpu": "INTEL(R) XEON(R)",
+    "cores": 16, "threads": 16, "ram_bytes": 128 * 2**30, "gpu_memory_bytes": 139 * 2**30,
+}  # fmt: skip
+_CPU_FACTS = {
+    "device": "Intel(R) Xeon(R) Processor @ 2.60GHz", "device_type": "cpu", "driver": None, "cuda": None, "cudnn": None,
+    "torch": "2.13.0+cpu", "triton": None, "python": "3.11.7", "os": "Linux 6.18",
+    "cpu": "Intel(R) Xeon(R) Processor @ 2.60GHz", "cores": 2, "threads": 2, "ram_bytes": 8 * 2**30,
+    "gpu_memory_bytes": None,
+}  # fmt: skip
+
+_VARIANTS = (
+    "eager_fp32", "eager_tf32", "eager_amp", "compile_fp32", "compile_amp", "compile_reduce_overhead_amp",
+    "handcaptured_fp32", "handcaptured_amp", "handcaptured_compile_fp32", "handcaptured_compile_amp",
+    "kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_trainstep_fp32", "kitsune_trainstep_amp",
+)  # fmt: skip
+_GPU_MICROSECONDS = {
+    ("mlp", 64): (1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 121, 104),
+    ("lenet", 64): (1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 305, 280),
+    ("resnet18", 128): (7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 4890, 2790),
+}
+_CPU_MICROSECONDS = {
+    ("mlp", 64): {
+        "eager_fp32": 2050,
+        "compile_fp32": 1640,
+        "kitsune_dropin_fp32": 2060,
+        "kitsune_trainstep_fp32": 1890,
+    },
+    ("lenet", 64): {"eager_fp32": 8200, "kitsune_dropin_fp32": 8240, "kitsune_trainstep_fp32": 8010},
+    ("resnet18", 8): {"eager_fp32": 301000, "kitsune_dropin_fp32": 300500, "kitsune_trainstep_fp32": 302000},
+}
+_MEMORY_MIB = {"mlp": 38, "lenet": 52, "resnet18": 746}
+_KITSUNE_BY_COMMIT = (1.22, 1.0, 1.0)
+"""Kitsune's times as multiples of those above: the second commit made it faster."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Standard deviations of log-times: of the machine between rounds (it moves all variants together), of each variant
+    between rounds (processes differ), and of single blocks within a round.
+    """
+
+    machine: float = 0.02
+    process: float = 0.004
+    block: float = 0.01
+
+
+@dataclass
+class Simulator:
+    """Draws blocks of times around true ones."""
+
+    rng: random.Random
+    noise: Noise = field(default_factory=Noise)
+
+    def blocks(self, seconds: Mapping[str, float], turns: int = 7) -> dict[str, list[float]]:
+        """One round: for each variant the seconds per step of its blocks, entry i taken in the same turn."""
+        machine = self.rng.gauss(0, self.noise.machine)
+        process = {variant: self.rng.gauss(0, self.noise.process) for variant in seconds}
+        drift = [self.rng.gauss(0, self.noise.block) for _ in range(turns)]
+        return {
+            variant: [
+                true * math.exp(machine + process[variant] + drift[turn] + self.rng.gauss(0, self.noise.block))
+                for turn in range(turns)
+            ]
+            for variant, true in seconds.items()
+        }
+
+
+def run_record(run: str, commit: str, facts: Mapping[str, object], *, started: datetime) -> dict[str, object]:
+    return {
+        "kind": "run", "run": run, "commit": commit, "started": started.isoformat(), "facts": dict(facts),
+        "kitsune_file": f"/work/{commit[:8]}/kitsune/__init__.py", "harness_file": "/work/harness/__init__.py",
+        "profile": "full",
+    }  # fmt: skip
+
+
+def case_fields(model: str, batch: int, device: str) -> dict[str, object]:
+    return {"case": f"{model}-b{batch}", "model": model, "batch": batch, "device": device}
+
+
+def round_record(
+    run: str, index: int, case: Mapping[str, object], blocks: Mapping[str, Sequence[float]]
+) -> dict[str, object]:
+    on_gpu = case["device"] == "cuda"
+    entries = {
+        variant: {"wall_s": list(wall), "device_s": [0.98 * time for time in wall] if on_gpu else None}
+        for variant, wall in blocks.items()
+    }
+    return {"kind": "round", "run": run, "round": index, **case, "steps_per_block": 50, "blocks": entries}
+
+
+def profile_record(
+    run: str, case: Mapping[str, object], variant: str, rng: random.Random, *, learns: bool = True
+) -> dict[str, object]:
+    on_gpu = case["device"] == "cuda"
+    mebibytes = _MEMORY_MIB[str(case["model"])] * (0.62 if variant.endswith("amp") else 1.0)
+    mebibytes += 66 if variant.startswith(("handcaptured", "kitsune")) else 0
+    setup = 0.4 + 17.0 * ("compile" in variant) + 0.9 * variant.startswith("handcaptured")
+    setup += 3.1 * variant.startswith("kitsune")
+    losses = [
+        [step, 2.31 * math.exp(-step / 60) * (1 + rng.gauss(0, 0.004)) + 0.05 if learns else 2.31]
+        for step in range(0, 201, 10)
+    ]
+    status = {"mode": "replay", "reason": None, "gain": 3.1} if variant.startswith("kitsune") else None
+    return {
+        "kind": "profile", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
+        "setup_s": setup * (1 + abs(rng.gauss(0, 0.1))),
+        "peak_allocated_bytes": int(mebibytes * MEBIBYTE) if on_gpu else None,
+        "peak_reserved_bytes": int(mebibytes * 1.2 * MEBIBYTE) if on_gpu else None,
+        "peak_rss_bytes": int((420 + mebibytes) * MEBIBYTE), "losses": losses, "kitsune": status,
+    }  # fmt: skip
+
+
+def skip_record(
+    run: str, case: Mapping[str, object], variant: str, reason: str, status: str = "skipped"
+) -> dict[str, object]:
+    return {
+        "kind": "skip", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
+        "status": status, "reason": reason,
+    }  # fmt: skip
+
+
+def write_gpu_history(root: Path, *, seed: int = 0, rounds: int = 5, slowdown: float = 1.0) -> None:
+    """Three commits on a GPU: the first has no ``TrainStep``, the second is faster, in the third one variant fails.
+
+    ``slowdown`` multiplies the time of Kitsune's autocast ``TrainStep`` for LeNet at the third commit.
+    """
+    rng = random.Random(seed)
+    simulator = Simulator(rng)
+    for index, commit in enumerate(COMMITS):
+        run = f"run-{index}"
+        started = datetime(2026, 11, 18 + index, 9, 30, tzinfo=timezone.utc)
+        records = [run_record(run, commit, _GPU_FACTS, started=started)]
+        for (model, batch), microseconds in _GPU_MICROSECONDS.items():
+            case = case_fields(model, batch, "cuda")
+            seconds = dict(zip(_VARIANTS, (time * 1e-6 for time in microseconds), strict=True))
+            for variant in list(seconds):
+                if variant.startswith("kitsune"):
+                    seconds[variant] *= _KITSUNE_BY_COMMIT[index]
+                if index == 0 and variant.startswith("kitsune_trainstep"):
+                    del seconds[variant]
+                    records.append(skip_record(run, case, variant, "this commit's kitsune has no TrainStep"))
+            if index == 2 and model == "lenet":
+                seconds["kitsune_trainstep_amp"] *= slowdown
+            if index == 2 and model == "resnet18":
+                del seconds["compile_reduce_overhead_amp"]
+                reason = (
+                    "RuntimeError: CUDA graph replay overwrote a live tensor; accessing tensor output of CUDAGraphs"
+                )
+                records.append(skip_record(run, case, "compile_reduce_overhead_amp", reason, "failed"))
+            records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
+            records += [profile_record(run, case, variant, rng) for variant in seconds]
+        Store(root).append(GPU_MACHINE, commit, records)
+
+
+def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:
+    """Three commits on a CPU, a day later: what needs a GPU is skipped, and so is most compiling."""
+    rng = random.Random(seed)
+    simulator = Simulator(rng, Noise(machine=0.05, process=0.01, block=0.03))
+    for index, commit in enumerate(COMMITS):
+        run = f"cpu-run-{index}"
+        started = datetime(2026, 11, 19 + index, 9, 30, tzinfo=timezone.utc) + timedelta(hours=5)
+        records = [run_record(run, commit, _CPU_FACTS, started=started)]
+        for (model, batch), microseconds in _CPU_MICROSECONDS.items():
+            case = case_fields(model, batch, "cpu")
+            seconds = {
+                variant: time * 1e-6 for variant, time in microseconds.items() if index == 2 or "compile" not in variant
+            }
+            for variant in _VARIANTS:
+                if variant not in seconds:
+                    graphs = variant.startswith("handcaptured") or "reduce" in variant
+                    reason = "CUDA graphs exist on CUDA devices only" if graphs else "not part of the quick profile"
+                    records.append(skip_record(run, case, variant, reason))
+            records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
+            records += [profile_record(run, case, variant, rng) for variant in seconds]
+        Store(root).append(CPU_MACHINE, commit, records)

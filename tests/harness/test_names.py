@@ -1,0 +1,27 @@
+from harness import names
+from harness.variants import VARIANTS
+
+
+def test_every_variant_has_a_label_without_its_precision() -> None:
+    assert {names.label(variant) for variant in VARIANTS if variant.endswith("_amp")} >= {"Kitsune TrainStep", "eager"}
+    for variant in VARIANTS:
+        assert names.label(variant) not in ("", variant)
+        assert "float32" not in names.label(variant)
+
+
+def test_names_agree_with_the_catalogue() -> None:
+    for name, variant in VARIANTS.items():
+        assert names.precision_of(name) == variant.precision
+        assert names.is_kitsune(name) == variant.is_kitsune
+
+
+def test_variants_are_ordered_by_precision_and_kitsune_comes_last() -> None:
+    ordered = sorted([*VARIANTS, "mine_fp8"], key=names.order)
+    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 6 + ["tf32"] + ["amp"] * 7 + ["fp8"]
+    assert [names.is_kitsune(name) for name in ordered[:6]] == [False] * 4 + [True] * 2
+
+
+def test_a_variant_of_ones_own_is_called_by_its_name() -> None:
+    assert names.label("mine_fp8") == "mine_fp8"
+    assert names.reference_of("mine_fp8") == "eager_fp8"
+    assert not names.is_kitsune("mine_fp8")
