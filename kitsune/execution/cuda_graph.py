@@ -55,10 +55,11 @@ class CudaGraph:
         for position in self._copied:
             self._inputs[position] = _static_copy(inputs[position])
         device = inputs[0].device
-        self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated)
+        stream = pool.stream.on(device)
+        self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated, stream)
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
-        recording = torch.cuda.graph(self._graph, pool=pool.enter(), capture_error_mode="thread_local")
+        recording = torch.cuda.graph(self._graph, pool=pool.enter(), stream=stream, capture_error_mode="thread_local")
         try:
             with torch.cuda.device(device), _no_garbage_collection(), recording:
                 self._outputs = run(self._inputs)
@@ -92,12 +93,11 @@ class CudaGraph:
         self._static.clear()
 
 
-def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int]) -> Outputs:
+def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int], stream: torch.cuda.Stream) -> Outputs:
     """Lets libraries create handles, choose algorithms and load kernels, which a recording must not see."""
     device = inputs[0].device
     for position in mutated:
         inputs[position] = _static_copy(inputs[position])
-    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
         for _ in range(_WARM_UP_RUNS):

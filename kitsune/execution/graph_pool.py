@@ -1,4 +1,4 @@
-"""Memory that several CUDA graphs share."""
+"""What several CUDA graphs share: the stream they are recorded on, and memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,23 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 
+class CaptureStream:
+    """The side stream on which the graphs of one loop are warmed up and recorded.
+
+    One for all of them: cuBLAS keeps a workspace of tens of MiB for every stream that it has seen.
+    One for each loop: graphs of different loops may run at the same time, and must not share it.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def on(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of `device`."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+
 class GraphPool:
     """A CUDA memory pool for graphs that never run at the same time and leave nothing for each other.
 
@@ -19,7 +36,8 @@ class GraphPool:
     the handle changes then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: CaptureStream) -> None:
+        self.stream = stream
         self._handle: _POOL_HANDLE | None = None
         self._graphs = 0
 

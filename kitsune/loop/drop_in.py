@@ -14,6 +14,7 @@ from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal, RefusedError
+from kitsune.execution.graph_pool import CaptureStream
 from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.cache import StepCache, describe
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
@@ -35,7 +36,8 @@ class DropInLoop:
     def __init__(self, optimizer: torch.optim.Optimizer, config: Config, log: RefusalLog) -> None:
         self._optimizer, self._config, self._log = optimizer, config, log
         self._gradients: dict[int, torch.Tensor] = {}
-        self._update = UpdateStep(optimizer, self._gradients, config=config, log=log)
+        self._stream = CaptureStream()
+        self._update = UpdateStep(optimizer, self._gradients, config=config, stream=self._stream, log=log)
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, ModuleCall] = {}
         self._refusals: dict[int, Refusal] = {}
@@ -169,7 +171,9 @@ class DropInLoop:
 
     def _make(self, module: torch.nn.Module, eager: ModuleCall) -> SplitStep:
         chooser = Chooser(self._config.mode, lambda: synchronize(self._device()))
-        return SplitStep(module, eager, self._gradients, config=self._config, chooser=chooser, log=self._log)
+        return SplitStep(
+            module, eager, self._gradients, config=self._config, stream=self._stream, chooser=chooser, log=self._log
+        )
 
 
 def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> ModuleCall:

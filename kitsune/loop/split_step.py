@@ -16,7 +16,7 @@ from kitsune.capture.watch import ModuleWatch
 from kitsune.config import Config
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
-from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.graph_pool import CaptureStream, GraphPool
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
@@ -47,6 +47,7 @@ class SplitStep:
         gradients: dict[int, torch.Tensor],
         *,
         config: Config,
+        stream: CaptureStream,
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
@@ -55,7 +56,7 @@ class SplitStep:
         self.replays = 0
         self.declined: Refusal | None = None
         self._module, self._call, self._gradients = module, call, gradients
-        self._config, self._log = config, log
+        self._config, self._stream, self._log = config, stream, log
         self._budget = CaptureBudget()
         self._watch = ModuleWatch(module, list(module.parameters()))
         self._guarded: GuardedFunction | None = None
@@ -142,7 +143,9 @@ class SplitStep:
         program = trace_split(graph, flat)
         known = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
-        forward = Recording(program.forward, flat, stable=stable, config=self._config, pool=GraphPool(), log=self._log)
+        forward = Recording(
+            program.forward, flat, stable=stable, config=self._config, pool=GraphPool(self._stream), log=self._log
+        )
         return _Graphs(program, forward, self._record_backward(program, forward), self._gradients)
 
     def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
@@ -159,7 +162,7 @@ class SplitStep:
             [*saved, *tangents],
             stable=range(len(saved)),
             config=self._config,
-            pool=GraphPool(),
+            pool=GraphPool(self._stream),
             log=self._log,
             warm_up=warm,
         )

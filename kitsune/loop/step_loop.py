@@ -13,7 +13,7 @@ from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
 from kitsune.device import synchronize
-from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.graph_pool import CaptureStream, GraphPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.cache import StepCache, describe
@@ -29,7 +29,7 @@ class StepLoop:
 
     def __init__(self, spec: StepSpec, config: Config, device: torch.device, log: RefusalLog) -> None:
         self._spec, self._config, self._device, self._log = spec, config, device, log
-        self._pool = GraphPool()
+        self._pool = GraphPool(CaptureStream())
         self._accumulators = Accumulators(spec)
         phases = 1 if spec.accumulate == 1 else 2
         self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, log)

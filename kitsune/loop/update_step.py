@@ -13,11 +13,14 @@ from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
-from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.graph_pool import CaptureStream, GraphPool
 from kitsune.fallback import CaptureBudget, RefusalLog
 from kitsune.loop.recording import Recording
 
 _MAX_GRAPHS = 4
+_MAX_IN_PLACE = 2
+
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
@@ -40,8 +43,9 @@ class UpdateStep:
 
     Args:
         optimizer: a plain `torch.optim` optimizer.
-        gradients: static gradients by address: where a parameter's gradient lies in one of them,
-            the captured update reads it there, else a copy of it.
+        gradients: static gradients by address. Where all gradients lie in those, the captured update
+            reads them there; else it reads copies, in memory of its own, since somebody may still
+            refer to the static ones.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class UpdateStep:
         gradients: Mapping[int, torch.Tensor],
         *,
         config: Config,
+        stream: CaptureStream,
         log: RefusalLog,
     ) -> None:
         self.setup_seconds = 0.0
@@ -57,10 +62,11 @@ class UpdateStep:
         self.refusal: Refusal | None = None
         self._optimizer, self._gradients = optimizer, gradients
         self._config, self._log = config, log
-        self._pool = GraphPool()
+        self._pool = GraphPool(stream)
         self._budget = CaptureBudget()
         self._composed = config.compile
-        self._updates: OrderedDict[tuple[int, ...], _Update] = OrderedDict()
+        self._updates: OrderedDict[_Key, _Update] = OrderedDict()
+        self._in_place: set[tuple[int, ...]] = set()
 
     def replay(self) -> bool:
         """Updates the parameters that have a gradient; False, with nothing done, if that has to run eagerly."""
@@ -87,10 +93,11 @@ class UpdateStep:
         if hooks is not None:
             raise RefusedError(hooks, passing=True)
         params, grads = self._params_and_grads()
-        key = tuple(map(id, params))
+        slots = self._slots_in_place(grads)
+        key = (tuple(map(id, params)), tuple(slot.data_ptr() for slot in slots))
         update = self._updates.get(key)
         if update is None:
-            update = self._capture(params, grads)
+            update = self._capture(params, grads, slots)
             self._make_room()
             self._updates[key] = update
             inputs = update.inputs(grads)
@@ -99,6 +106,18 @@ class UpdateStep:
             self._refresh(key, update, inputs)
         update.recording(inputs)
         update.binding.advance()
+
+    def _slots_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The static gradients that all of `grads` lie in; none if any lies elsewhere."""
+        slots = [self._gradients.get(grad.data_ptr()) for grad in grads]
+        found = [slot for slot in slots if slot is not None]
+        if len(found) < len(slots):
+            return []
+        addresses = tuple(slot.data_ptr() for slot in found)
+        if addresses not in self._in_place and len(self._in_place) == _MAX_IN_PLACE:
+            return []
+        self._in_place.add(addresses)
+        return found
 
     def _params_and_grads(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
         params = [
@@ -114,7 +133,7 @@ class UpdateStep:
                 )
         return params, grads
 
-    def _refresh(self, key: tuple[int, ...], update: _Update, inputs: list[torch.Tensor]) -> None:
+    def _refresh(self, key: _Key, update: _Update, inputs: list[torch.Tensor]) -> None:
         changed = update.binding.refresh()
         if changed is None and not update.recording.fits(inputs):
             changed = "a parameter"
@@ -125,10 +144,12 @@ class UpdateStep:
         update.recording.release()
         raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
 
-    def _capture(self, params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> _Update:
-        self._budget.spend(self.replays)
+    def _capture(
+        self, params: list[torch.nn.Parameter], grads: list[torch.Tensor], slots: list[torch.Tensor]
+    ) -> _Update:
         started = time.perf_counter()
         binding = Binding(self._optimizer, params, composed=self._composed)
+        self._budget.spend(self.replays)
         count = len(params)
 
         def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -137,9 +158,8 @@ class UpdateStep:
                 binding.update(stand_ins, inputs[count : 2 * count], inputs[2 * count :])
             return []
 
-        slots: list[torch.Tensor] = []
-        if params[0].device.type == "cuda":
-            slots = [self._gradients.get(grad.data_ptr(), torch.empty_like(grad)) for grad in grads]
+        if not slots and params[0].device.type == "cuda":
+            slots = [torch.empty_like(grad) for grad in grads]
         inputs = [*params, *_into_slots(grads, slots), *binding.inputs()]
         stable = set(range(len(inputs)))
         if not slots:

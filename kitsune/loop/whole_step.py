@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.frontend import GuardedFunction
-from kitsune.capture.state import CONSTANTS, refuse_hooks
+from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, trace_step
 from kitsune.capture.watch import ModuleWatch
 from kitsune.config import Config
@@ -84,6 +84,9 @@ class WholeStep:
         self._recording = self._program = self._guarded = None
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        spec = self._spec
+        if not any(Binding.is_initialised(spec.optimizer, param) for param in spec.params()):
+            raise RefusedError(Refusal("the optimizer has no state yet"), passing=True)
         self._budget.spend(self.replays)
         started = time.perf_counter()
         self._guarded = GuardedFunction(self._spec.loss, self._on_graph)
