@@ -1,0 +1,27 @@
+"""What the tests of kitsune share: one thread, and no record of torch's tracing in the reports of failures."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more threads, and one thread adds up in the same order always."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_trace() -> None:
+    """torch logs every graph in full to this logger, which is costly once pytest listens."""
+    logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
