@@ -121,24 +121,24 @@ def variant_table(comparison: Comparison) -> Table:
 
 
 def change_table(comparison: Comparison) -> Table:
-    """Every Kitsune variant between the two commits, those that can no longer be measured first."""
+    """Every Kitsune variant between the two commits, regressions first."""
     columns = (
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
-        Column("before", "time at the older commit as a multiple of eager's in the same process", numeric=True),
-        Column("after", "the same at the newer commit", numeric=True),
         Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
         Column("verdict", "whether the whole interval lies beyond the margin"),
+        Column("before", "time at the older commit as a multiple of eager's in the same process", numeric=True),
+        Column("after", "the same at the newer commit", numeric=True),
     )
     lost = [
         (
             *_case_cells(entry.case),
             Cell(entry.skip.precision),
             Cell(entry.skip.variant, tone=Tone.STRONG, words=label(entry.skip.variant)),
-            Cell("measured"),
-            Cell(entry.skip.status),
             Cell(formats.ABSENT),
             Cell("lost", tone=Tone.BAD, detail=entry.skip.reason),
+            Cell("measured"),
+            Cell(entry.skip.status),
         )
         for entry in comparison.lost
     ]
@@ -147,12 +147,12 @@ def change_table(comparison: Comparison) -> Table:
             *_case_cells(entry.case),
             Cell(entry.precision),
             Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
-            Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
-            Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
             Cell(formats.change(entry.ratio), entry.ratio.ratio),
             _verdict_cell(entry.verdict),
+            Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
+            Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
         )
-        for entry in comparison.changes
+        for entry in sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
     ]
     return Table(columns, (*lost, *changed))
 

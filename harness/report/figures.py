@@ -14,7 +14,7 @@ from harness.rows import Comparison, LossCurve, Row, Series
 from harness.selection import Case
 from harness.stats import Estimate, margin_band
 
-_SHARE_FOR_TEXT = 0.36
+_SHARE_FOR_TEXT = 0.44
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
 
 
@@ -83,8 +83,13 @@ def history(comparison: Comparison) -> list[Figure]:
         layout = style.layout(
             xaxis=axis, yaxis=style.speedup_axis(speedups), shapes=[style.line_at_one("y")], legend=True
         )
-        traces = [trace for series in members for trace in (_band(series), _line(series))]
-        figures.append(Figure(f"history-{index}", style.case_name(case), traces, layout | {"height": 360}))
+        variants = [series.variant for series in members]
+        traces = []
+        for series in members:
+            entry = style.legend_entry(series.variant, variants)
+            traces += [_band(series) | entry | {"showlegend": False}, _line(series) | entry]
+        wide, narrow = style.legend(variants, columns=2), style.legend(variants, columns=1)
+        figures.append(Figure(f"history-{index}", style.case_name(case), traces, layout | wide, narrow_layout=narrow))
     return figures
 
 
@@ -95,8 +100,10 @@ def losses(comparison: Comparison) -> list[Figure]:
         curves = [curve for curve in comparison.losses if curve.case == case]
         plain: Spec = {"automargin": True, "gridcolor": style.GRID, "zeroline": False, "fixedrange": True}
         layout = style.layout(xaxis=plain | {"title": {"text": "step", "standoff": 4}}, yaxis=plain, legend=True)
-        traces = [_curve(curve) for curve in curves]
-        figures.append(Figure(f"loss-{index}", style.case_name(case), traces, layout | {"height": 400}))
+        variants = [curve.variant for curve in curves]
+        traces = [_curve(curve) | style.legend_entry(curve.variant, variants) for curve in curves]
+        wide, narrow = style.legend(variants, columns=2), style.legend(variants, columns=1)
+        figures.append(Figure(f"loss-{index}", style.case_name(case), traces, layout | wide, narrow_layout=narrow))
     return figures
 
 
@@ -200,7 +207,7 @@ def _line(series: Series) -> Spec:
         for point, speedup in zip(series.points, speedups, strict=True)
     ]
     return {
-        "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
+        "type": "scatter", "mode": "lines+markers",
         "x": [point.commit.short for point in series.points], "y": [speedup.ratio for speedup in speedups],
         "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
         "marker": {"size": 8, "symbol": style.symbol(series.variant)}, "hoverinfo": "text", "hovertext": hovers,
@@ -210,9 +217,8 @@ def _line(series: Series) -> Spec:
 def _band(series: Series) -> Spec:
     """The interval as a closed outline: up along the upper bounds, back along the lower ones."""
     bounded = [(point.commit.short, point.ratio.inverted()) for point in series.points if point.ratio.has_interval]
-    name = style.variant_name(series.variant)
     return {
-        "type": "scatter", "mode": "none", "fill": "toself", "name": name, "legendgroup": name, "showlegend": False,
+        "type": "scatter", "mode": "none", "fill": "toself",
         "x": [commit for commit, _ in bounded] + [commit for commit, _ in reversed(bounded)],
         "y": [speedup.high for _, speedup in bounded] + [speedup.low for _, speedup in reversed(bounded)],
         "fillcolor": style.colour(series.variant), "opacity": 0.2, "hoverinfo": "skip",
@@ -221,7 +227,7 @@ def _band(series: Series) -> Spec:
 
 def _curve(curve: LossCurve) -> Spec:
     return {
-        "type": "scatter", "mode": "lines", "name": style.variant_name(curve.variant),
+        "type": "scatter", "mode": "lines", "hoverinfo": "x+y+text", "hovertext": style.variant_name(curve.variant),
         "x": [step for step, _ in curve.losses], "y": [loss for _, loss in curve.losses],
         "line": {"color": style.colour(curve.variant), "width": 1.6, "dash": style.dash(curve.variant)},
         "connectgaps": False,

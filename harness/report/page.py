@@ -102,13 +102,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
         _Section(
             "History",
             "History",
-            "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval.",
+            "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval. Solid lines"
+            " are fp32, dashed ones amp.",
             _history(comparison, charts["history"]),
         ),
         _Section(
             "Loss",
             "Training loss",
-            "The same batches in the same order for every variant. Click a name in the legend to hide its curve.",
+            "The same batches in the same order for every variant. Solid lines are fp32, dotted ones tf32, dashed ones"
+            " amp. Click a name in the legend to hide its curves.",
             _charts(charts["loss"]),
         ),
         _Section(

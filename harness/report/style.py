@@ -79,7 +79,6 @@ def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: boo
         "yaxis": yaxis,
         "shapes": list(shapes),
         "showlegend": legend,
-        "legend": {"orientation": "h", "y": -0.14, "yanchor": "top", "x": 0, "font": {"size": 11}},
         "margin": {"l": 8, "r": 14, "t": 6, "b": 34},
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
@@ -89,6 +88,25 @@ def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: boo
         "barmode": "overlay",
         "hovermode": "closest",
     }
+
+
+def legend(variants: Sequence[str], columns: int) -> Spec:
+    """The part of a layout for a chart of these variants with a legend below it, and the height that this takes."""
+    rows = math.ceil(len(set(map(label, variants))) / columns)
+    return {
+        "height": 290 + 21 * rows,
+        "legend": {
+            "orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "font": {"size": 11},
+            "maxheight": 0.9, "tracegroupgap": 0,
+        },
+        "margin": {"l": 8, "r": 14, "t": 6, "b": 48 + 21 * rows},
+    }  # fmt: skip
+
+
+def legend_entry(variant: str, variants: Sequence[str]) -> Spec:
+    """The part of a trace that names it in the legend: one entry for all precisions of a variant."""
+    first = next(other for other in variants if label(other) == label(variant))
+    return {"name": shown(label(variant)), "legendgroup": shown(label(variant)), "showlegend": variant == first}
 
 
 def speedup_axis(speedups: Sequence[Estimate]) -> Spec:
