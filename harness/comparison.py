@@ -95,7 +95,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     precision = precision_of(variant)
     reference = _reference(variant, seconds)
     ratio = _ratio(measured, case, variant, reference)
-    peer = _best_peer(precision, seconds) if is_kitsune(variant) else None
+    peer = _best_peer(measured, case, variant, seconds) if is_kitsune(variant) else None
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
     judged = None if ratio is None else verdict(ratio, margin)
@@ -130,9 +130,16 @@ def _reference(variant: str, variants: Mapping[str, float]) -> str | None:
     return name if name in variants and name != variant else None
 
 
-def _best_peer(precision: str, seconds: Mapping[str, float]) -> str | None:
-    peers = [name for name in seconds if not is_kitsune(name) and precision_of(name) == precision]
-    return min(peers, key=lambda name: seconds[name]) if peers else None
+def _best_peer(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, float]) -> str | None:
+    """The fastest variant in the same precision that is not of Kitsune, by paired ratios to eager where possible."""
+    eager = reference_of(variant)
+
+    def slowness(peer: str) -> float:
+        ratio = _ratio(measured, case, peer, eager)
+        return ratio.ratio if ratio is not None else seconds[peer] / seconds.get(eager, 1.0)
+
+    peers = [name for name in seconds if not is_kitsune(name) and precision_of(name) == precision_of(variant)]
+    return min(peers, key=slowness, default=None)
 
 
 def _ratio(measured: Measurement, case: Case, variant: str, reference: str | None) -> Estimate | None:
