@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-_LINES = 12
+_LINES = 30
 
 
 def describe(error: BaseException) -> str:

@@ -29,7 +29,6 @@ from harness.variants.training import Training, prepare
 
 _RECOMPILE_LIMIT = 64
 _STEADY_STEPS = 5
-_FEWEST_WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ def _settle(training: Training, step: Callable[[Training], object], seconds: flo
 def _warm_up(training: Training, device: torch.device, seconds: float) -> float:
     """Runs until the last blocks agree or the time is up; the seconds per step of the fastest of them."""
     deadline = time.monotonic() + seconds
-    times = [time_block(training.run, _FEWEST_WARM_UP_STEPS, device).wall_s]
+    times = [time_block(training.run, 1, device).wall_s]
     steps = max(1, math.ceil(profiles.WARM_UP_BLOCK_SECONDS / times[0]))
     while time.monotonic() < deadline and not _stable(times):
         times.append(time_block(training.run, steps, device).wall_s)

@@ -26,6 +26,7 @@ Result = TypeVar("Result")
 Note = Callable[[str], None]
 Method = Literal["forkserver", "spawn"]
 
+_FAREWELL_SECONDS = 5.0
 _PRELOAD = ["harness.preload"]
 
 
@@ -93,20 +94,24 @@ class _Child(Generic[Job, Result]):
         sender.close()
 
     def result(self, deadline: float, timeout_s: float) -> Result:
+        """Waits for the function's result; the process has ended when this returns or raises."""
+        patience_s = 0.0
         try:
             while self._receiver.poll(max(0.0, deadline - time.monotonic())):
                 kind, content = self._receiver.recv()
-                if kind == "result":
-                    return content  # type: ignore[no-any-return]  # what the function returned, through a pipe
+                if kind == "note":
+                    self._note = content
+                    continue
+                patience_s = _FAREWELL_SECONDS
                 if kind == "error":
                     raise ProcessFailed(content, self._note)
-                self._note = content
+                return content  # type: ignore[no-any-return]  # what the function returned, through a pipe
             raise self._failure(f"not finished after {timeout_s:.0f} s and killed")
         except EOFError:
             self._process.join()
             raise self._failure(_exit_text(self._process.exitcode)) from None
         finally:
-            self._end()
+            self._end(patience_s)
 
     def _failure(self, what: str) -> ProcessFailed:
         doing = f" (while it was at: {self._note})" if self._note else ""
@@ -116,10 +121,10 @@ class _Child(Generic[Job, Result]):
             written = ""
         return ProcessFailed(f"{what}{doing}\n{written}".strip(), self._note)
 
-    def _end(self) -> None:
-        """A result is in, or nothing will come: the process has a moment to end by itself."""
+    def _end(self, patience_s: float) -> None:
+        """Nothing more is expected of the process: it may end by itself for so long, then it is killed."""
         self._receiver.close()
-        self._process.join(timeout=5)
+        self._process.join(patience_s)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -57,9 +57,9 @@ CASES = (
     Case("lenet", 16, "cpu", 100),
     Case("lenet", 64, "cpu", 100, default=True),
     Case("lenet", 256, "cpu", 100),
-    Case("resnet18", 4, "cpu", 16),
-    Case("resnet18", 8, "cpu", 16, default=True),
-    Case("resnet18", 32, "cpu", 16),
+    Case("resnet18", 4, "cpu", 10),
+    Case("resnet18", 8, "cpu", 10, default=True),
+    Case("resnet18", 32, "cpu", 10),
     Case("mlp", 16, "cuda", 300),
     Case("mlp", 64, "cuda", 300, default=True),
     Case("mlp", 256, "cuda", 300),
@@ -102,7 +102,7 @@ class Effort:
 
 
 _EFFORTS: dict[tuple[Name, DeviceType], Effort] = {
-    ("quick", "cpu"): Effort(3, (6, 12), 3.0, 0.08, 0.02, 0.6, 60.0, 240.0),
+    ("quick", "cpu"): Effort(3, (5, 12), 1.5, 0.08, 0.02, 0.6, 60.0, 240.0),
     ("full", "cpu"): Effort(5, (10, 30), 20.0, 0.2, 0.05, 2.0, 300.0, 1200.0),
     ("quick", "cuda"): Effort(3, (8, 15), 8.0, 0.04, 0.003, 1.0, 120.0, 420.0),
     ("full", "cuda"): Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),

@@ -1,0 +1,109 @@
+"""A small repository with this checkout's harness and models, in which asv can run in seconds."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# One small case, hardly measured: these tests judge what is kept, not what it says.
+_SMALL = """
+
+CASES = (Case("mlp", 4, "cpu", 4, default=True),)
+_EFFORTS = dict.fromkeys(_EFFORTS, Effort(2, (2, 3), 0.05, 0.001, 0.001, 0.05, 60.0, 120.0))
+"""
+
+KITSUNE = '''
+"""A Kitsune that changes nothing."""
+
+import torch
+
+
+class Status:
+    mode = "eager"
+
+    def as_dict(self):
+        return {"mode": "eager", "reason": "a stand-in"}
+
+
+class KitsuneOptimizer(torch.optim.Optimizer):
+    def __init__(self, optimizer, params, **options):
+        self.inner = optimizer(params, **options)
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+    def step(self):
+        self.inner.step()
+
+    def status(self):
+        return Status()
+
+
+class TrainStep:
+    def __init__(self, model, loss_fn, optimizer, **options):
+        self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
+
+    def __call__(self, x, y):
+        self.optimizer.zero_grad()
+        loss = self.loss_fn(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def status(self):
+        return Status()
+'''
+
+
+class Checkout:
+    """The repository under ``folder``; its home directory is there too, so nothing of the user's is touched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "repository"
+        self._home = folder / "home"
+        self.root.mkdir(parents=True)
+        self._home.mkdir()
+        for package in ("harness", "models"):
+            shutil.copytree(ROOT / package, self.root / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "asv.conf.json", self.root)
+        with (self.root / "harness" / "profiles.py").open("a") as profiles:
+            profiles.write(_SMALL)
+        (self.root / ".gitignore").write_text(".asv/\nresults/\n__pycache__/\n")
+        self.git("init", "--quiet", "--initial-branch=main")
+
+    def git(self, *arguments: str) -> str:
+        """The output of a git command."""
+        identity = ["-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(command, cwd=self.root, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(self, message: str, kitsune: str | None = None) -> str:
+        """Commits everything, with this text as ``kitsune/__init__.py`` where one is given; the full hash."""
+        if kitsune is not None:
+            (self.root / "kitsune").mkdir(exist_ok=True)
+            (self.root / "kitsune" / "__init__.py").write_text(kitsune)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", message)
+        return self.git("rev-parse", "HEAD")
+
+    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Runs ``python ARGUMENTS`` in the root; output and errors together in ``stdout``."""
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("ASV_", "HARNESS_"))},
+            "HOME": str(self._home),
+            "HARNESS_MACHINE": "test-machine",
+            **variables,
+        }
+        environment.pop("PYTHONPATH", None)
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )

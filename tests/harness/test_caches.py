@@ -1,0 +1,47 @@
+"""Whose compilers' caches are whose."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness import caches, variants
+from harness.caches import Caches
+
+FACTS = {"torch": "2.13.0+cu130", "triton": "3.6.0", "python": "3.12.3", "device": "NVIDIA H200"}
+KITSUNE, PEER = variants.get("kitsune_trainstep_fp32"), variants.get("compile_fp32")
+
+
+def test_kitsune_s_belong_to_the_commit_and_the_peers_to_the_versions(tmp_path: Path) -> None:
+    first, second = Caches(tmp_path, "a" * 40, FACTS), Caches(tmp_path, "b" * 40, FACTS)
+    assert first.folder("mlp-b64", PEER) == second.folder("lenet-b64", PEER)
+    assert first.folder("mlp-b64", KITSUNE) != second.folder("mlp-b64", KITSUNE)
+    newer = Caches(tmp_path, "a" * 40, {**FACTS, "triton": "3.7.0"})
+    assert newer.folder("mlp-b64", PEER) != first.folder("mlp-b64", PEER)
+
+
+def test_clearing_spares_the_peers_and_other_commits(tmp_path: Path) -> None:
+    mine, other = Caches(tmp_path, "a" * 40, FACTS), Caches(tmp_path, "b" * 40, FACTS)
+    kept = [mine.folder("mlp-b64", PEER), other.folder("mlp-b64", KITSUNE)]
+    for folder in (*kept, mine.folder("mlp-b64", KITSUNE)):
+        folder.mkdir(parents=True)
+    mine.clear()
+    mine.clear()
+    assert all(folder.exists() for folder in kept)
+    assert not mine.folder("mlp-b64", KITSUNE).exists()
+
+
+def test_compilers_use_the_folder_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    caches.use(None)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
+    assert caches.is_cold(tmp_path / "mine")
+    caches.use(tmp_path / "mine")
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        folder = Path(os.environ[variable])
+        assert folder.is_dir()
+        assert folder.is_relative_to(tmp_path / "mine")
+    assert caches.is_cold(tmp_path / "mine")
+    (Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.json").write_text("{}")
+    assert not caches.is_cold(tmp_path / "mine")

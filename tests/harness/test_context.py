@@ -1,0 +1,56 @@
+"""What a measurement is told by its surroundings."""
+
+from pathlib import Path
+
+import pytest
+
+from harness import context
+from tests.harness.checkout import ROOT
+
+ASV = {"ASV_CONF_DIR": str(ROOT), "ASV_ENV_DIR": "/environments/one", "ASV_COMMIT": "a" * 40}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARNESS_MACHINE", "here")
+
+
+def test_a_plain_asv_run_measures_the_quick_profile() -> None:
+    found = context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40})
+    assert found == context.Context(
+        root=ROOT,
+        checkout=Path("/environments/one/project"),
+        commit="a" * 40,
+        at_head=False,
+        machine="here",
+        profile="quick",
+        progress=None,
+    )
+    assert found.results == ROOT / "results"
+
+
+def test_the_harness_s_own_variables() -> None:
+    variables = {"HARNESS_PROFILE": "full", "HARNESS_HEAD": "a" * 40, "HARNESS_PROGRESS": "/progress"}
+    found = context.from_environment({**ASV, **variables})
+    assert (found.profile, found.at_head, found.progress) == ("full", True, Path("/progress"))
+
+
+def test_head_is_what_git_says_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_head", lambda root: "a" * 40)
+    assert context.from_environment(ASV).at_head
+
+
+@pytest.mark.parametrize("missing", sorted(ASV))
+def test_outside_asv_the_missing_variable_is_named(missing: str) -> None:
+    with pytest.raises(context.ContextError, match=missing):
+        context.from_environment({name: value for name, value in ASV.items() if name != missing})
+
+
+def test_an_unknown_profile_is_named_with_those_allowed() -> None:
+    with pytest.raises(context.ContextError, match=r"HARNESS_PROFILE is 'slow'; allowed: 'quick', 'full'"):
+        context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, "HARNESS_PROFILE": "slow"})
+
+
+def test_git_that_cannot_say_head_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(context.ContextError, match="rev-parse HEAD"):
+        context.from_environment({**ASV, "ASV_CONF_DIR": str(tmp_path)})

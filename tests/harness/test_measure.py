@@ -1,0 +1,189 @@
+"""The instrument: what it keeps of a variant and of a round. Nothing here judges a duration."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import measure, variants
+from harness.measure import ProfileJob, RoundJob, Task
+from harness.processes import Launcher, Note
+from harness.profiles import Case, Effort
+from harness.timer import BlockTime
+from harness.variants.training import Ingredients, Training, prepare
+
+CASE = Case("mlp", 4, "cpu", 12)
+EFFORT = Effort(
+    rounds=2,
+    turns=(2, 4),
+    timed_seconds=0.05,
+    block_seconds=0.002,
+    shortest_block_seconds=0.001,
+    warm_up_seconds=0.05,
+    settle_seconds=30.0,
+    process_seconds=120.0,
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    return Launcher()
+
+
+def test_a_probe_finds_facts_and_reasons(launcher: Launcher, tmp_path: Path) -> None:
+    found = launcher.run(measure.probe, tmp_path, timeout_s=120)
+    assert found.facts["device_type"] in ("cpu", "cuda")
+    assert found.unavailable["kitsune_trainstep_fp32"] == "this commit has no kitsune"
+    assert "eager_fp32" not in found.unavailable
+
+
+def test_a_profile_has_setup_peak_and_losses(launcher: Launcher, tmp_path: Path) -> None:
+    result = launcher.run(
+        measure.measure_profile, ProfileJob(CASE, Task("eager_fp32", tmp_path), EFFORT), timeout_s=120
+    )
+    assert result.setup_s > 0
+    assert result.peak.allocated_bytes is None
+    assert result.peak.rss_bytes > 2**20
+    assert [step for step, _ in result.losses] == list(range(12))
+    assert result.losses[-1][1] < result.losses[0][1]
+    assert (result.caches, result.status) == (None, None)
+
+
+def test_the_same_variant_trains_the_same_way_twice(launcher: Launcher) -> None:
+    job = ProfileJob(CASE, Task("eager_fp32"), EFFORT)
+    first, second = (launcher.run(measure.measure_profile, job, timeout_s=120) for _ in range(2))
+    assert first.losses == second.losses
+
+
+def test_every_variant_of_a_round_has_every_turn(launcher: Launcher) -> None:
+    tasks = (Task("eager_fp32"), Task("eager_amp"))
+    result = launcher.run(measure.measure_round, RoundJob(CASE, tasks, EFFORT, 0), timeout_s=120)
+    assert result.failures == {}
+    assert set(result.blocks) == {"eager_fp32", "eager_amp"}
+    assert result.steps_per_block >= 1
+    assert len({len(times) for times in result.blocks.values()}) == 1
+    for times in result.blocks.values():
+        assert 2 <= len(times) <= 4
+        assert all(block.wall_s > 0 and block.device_s is None for block in times)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which capturing fails")
+def test_a_variant_that_raises_leaves_the_round_and_is_reported(launcher: Launcher) -> None:
+    tasks = (Task("handcaptured_fp32"), Task("eager_fp32"))
+    result = launcher.run(measure.measure_round, RoundJob(CASE, tasks, EFFORT, 0), timeout_s=120)
+    assert set(result.blocks) == {"eager_fp32"}
+    assert set(result.failures) == {"handcaptured_fp32"}
+    assert "Traceback" in result.failures["handcaptured_fp32"]
+
+
+class Recorded(Training):
+    """A training that records its runs, and settles after some steps."""
+
+    def __init__(self, ingredients: Ingredients, log: list[tuple[str, int]], name: str, settles_after: int = 1) -> None:
+        super().__init__(ingredients)
+        self.log, self.name, self.settles_after, self.steps = log, name, settles_after, 0
+
+    @property
+    def settled(self) -> bool:
+        return self.steps >= self.settles_after
+
+    def _run(self, steps: int) -> Tensor:
+        self.steps += steps
+        self.log.append((self.name, steps))
+        return torch.tensor(float(self.steps))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What trainings in this very process do, in order; nothing of the process is changed for it."""
+    entries: list[tuple[str, int]] = []
+    monkeypatch.setattr(measure, "_begin", lambda case: CPU)
+    monkeypatch.setattr(measure.gc, "freeze", lambda: None)
+    monkeypatch.setattr(measure, "start", lambda variant, ingredients: Recorded(ingredients, entries, variant.name))
+    monkeypatch.setattr(measure, "_warm_up", lambda training, device, seconds: 1e-3)
+    return entries
+
+
+def silent(text: str) -> None:
+    """A note that nobody reads."""
+
+
+@pytest.mark.parametrize(("number", "first"), [(0, "eager_fp32"), (1, "eager_amp"), (2, "eager_fp32")])
+def test_turns_alternate_their_order_and_rounds_their_first(
+    log: list[tuple[str, int]], number: int, first: str
+) -> None:
+    tasks = (Task("eager_fp32"), Task("eager_amp"))
+    other = "eager_amp" if first == "eager_fp32" else "eager_fp32"
+    result = measure.measure_round(RoundJob(CASE, tasks, EFFORT, number), silent)
+    assert result.steps_per_block == 2
+    blocks = [name for name, steps in log if steps == 2]
+    assert blocks == [first, other, other, first] * (len(blocks) // 4)
+
+
+def test_long_blocks_follow_a_step_that_is_not_timed(log: list[tuple[str, int]]) -> None:
+    training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it")
+    measure._block(training, 3, CPU)
+    measure._block(training, 4, CPU)
+    assert log == [("it", 3), ("it", 1), ("it", 4)]
+
+
+def test_settling_takes_as_many_steps_as_it_takes(log: list[tuple[str, int]]) -> None:
+    training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it", settles_after=7)
+    measure._settle(training, lambda training: training.run(1), 60.0)
+    assert training.steps == 7
+    measure._settle(training, lambda training: training.run(1), 0.0)
+    assert training.steps == 8  # settled before, but a step is always taken
+
+
+def test_a_training_that_never_settles_is_not_waited_for(log: list[tuple[str, int]]) -> None:
+    training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it", settles_after=10**9)
+    measure._settle(training, lambda training: training.run(1), 0.0)
+    assert training.steps == 1
+
+
+def test_blocks_are_long_enough_for_the_fastest_and_turns_fit_the_time() -> None:
+    slow, fast = 0.1, 1e-4
+    assert measure._size([slow], EFFORT) == (1, EFFORT.turns[0])
+    steps, turns = measure._size([fast], EFFORT)
+    assert steps == 20
+    assert turns == EFFORT.turns[1]
+    steps, turns = measure._size([slow, fast], EFFORT)
+    assert steps == 10  # the fastest needs them
+    assert turns == EFFORT.turns[0]
+
+
+def test_stable_is_when_the_last_blocks_agree() -> None:
+    assert not measure._stable([1.0, 1.0])
+    assert measure._stable([9.0, 1.0, 1.04, 1.02])
+    assert not measure._stable([1.0, 1.0, 1.2])
+
+
+def test_losses_keep_first_and_last_of_a_long_run(log: list[tuple[str, int]]) -> None:
+    training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it")
+    losses = measure._Losses(200)
+    for _ in range(210):
+        losses.step(training)
+    kept = losses.values()
+    assert kept[0] == (0, 1.0)
+    assert kept[-1] == (199, 200.0)
+    assert 50 <= len(kept) <= 52
+
+
+def test_a_typical_block_is_the_median() -> None:
+    blocks = [BlockTime(seconds, None) for seconds in (3.0, 1.0, 100.0)]
+    assert measure.median_step_seconds(blocks) == 3.0
+
+
+def notes_of_round(tasks: tuple[Task, ...]) -> list[str]:
+    said: list[str] = []
+    note: Note = said.append
+    measure.measure_round(RoundJob(CASE, tasks, EFFORT, 0), note)
+    return said
+
+
+def test_a_round_says_at_any_time_which_variant_is_at_work(log: list[tuple[str, int]]) -> None:
+    said = notes_of_round((Task("eager_fp32"), Task("eager_amp")))
+    assert said[:3] == ["eager_fp32", "eager_amp", "eager_fp32"]
+    assert set(said) == {"eager_fp32", "eager_amp"}

@@ -1,0 +1,250 @@
+"""What a run starts, keeps and returns, with processes that only pretend to measure."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+import harness
+from harness import profiles, session, variants
+from harness.context import Context, ContextError
+from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult
+from harness.memory import Peak
+from harness.processes import Launcher, ProcessFailed
+from harness.profiles import Case
+from harness.session import Measured, Session
+from harness.store import History, Store
+from harness.timer import BlockTime
+
+COMMIT = "c" * 40
+ROOT = Path(harness.__file__).resolve().parents[1]
+CASES = (Case("mlp", 4, "cpu", 3, default=True), Case("lenet", 4, "cpu", 3, default=True))
+FACTS = {"device_type": "cpu", "device": "a CPU", "torch": "2", "triton": None, "python": "3"}
+EAGER, DROPIN, TRAINSTEP = "eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"
+
+
+@dataclass
+class Pretender(Launcher):
+    """Answers jobs at once. ``on_profile`` and ``on_round`` may raise or answer in its place."""
+
+    method: str = "forkserver"  # type: ignore[assignment]
+    facts: Mapping[str, object] = field(default_factory=lambda: FACTS)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    on_profile: Callable[[ProfileJob], ProfileResult | None] = lambda job: None
+    on_round: Callable[[RoundJob], RoundResult | None] = lambda job: None
+    jobs: list[object] = field(default_factory=list)
+
+    def run(self, function: object, job: object, *, timeout_s: float) -> object:  # type: ignore[override]
+        self.jobs.append(job)
+        if isinstance(job, ProfileJob):
+            return self.on_profile(job) or ProfileResult(0.5, None, Peak(None, None, 1000), ((0, 2.0), (2, 1.0)), None)
+        if isinstance(job, RoundJob):
+            return self.on_round(job) or timed([task.variant for task in job.tasks])
+        return Probe(self.facts, self.unavailable)
+
+    def rounds(self, case: str) -> list[list[str]]:
+        """The variants of each round that was started for a case."""
+        jobs = [job for job in self.jobs if isinstance(job, RoundJob) and job.case.name == case]
+        return [[task.variant for task in job.tasks] for job in jobs]
+
+
+def timed(names: list[str], failures: Mapping[str, str] | None = None) -> RoundResult:
+    blocks = (BlockTime(0.2, None), BlockTime(0.1, None), BlockTime(0.3, None))
+    return RoundResult(7, dict.fromkeys(names, blocks), failures or {})
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "CASES", CASES)
+
+
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Context:
+    monkeypatch.setattr(Context, "results", property(lambda self: tmp_path / "results"))
+    monkeypatch.setattr(Context, "caches", property(lambda self: tmp_path / "caches"))
+    return Context(ROOT, ROOT, COMMIT, at_head=False, machine="here", profile="quick", progress=tmp_path / "progress")
+
+
+def run(context: Context, launcher: Launcher) -> tuple[dict[tuple[str, str], Measured], History]:
+    measured = Session(context, launcher).measure()
+    history = Store(context.results).load("here")
+    assert history.damage == ()
+    return measured, history
+
+
+def test_everything_measured_is_stored_and_returned(context: Context) -> None:
+    pretender = Pretender()
+    measured, history = run(context, pretender)
+    rounds = profiles.effort("quick", "cpu").rounds
+    assert pretender.rounds("mlp-b4") == [[EAGER, DROPIN, TRAINSTEP]] * rounds
+    assert measured["mlp-b4", EAGER] == {
+        "status": "measured",
+        "reason": "",
+        "step_s": [0.2] * rounds,
+        "setup_s": [0.5],
+        "peak_bytes": [1000],
+        "peak_reserved_bytes": [],
+    }
+    (stored,) = history.runs(COMMIT)
+    assert (stored.profile, stored.facts) == ("quick", FACTS)
+    assert stored.harness_file == "harness/__init__.py"
+    assert [(entry.case, entry.round) for entry in history.rounds(COMMIT)] == [
+        (case.name, number) for case in CASES for number in range(rounds)
+    ]
+    assert history.rounds(COMMIT)[0].steps_per_block == 7
+    assert history.rounds(COMMIT)[0].blocks[DROPIN].wall_s == (0.2, 0.1, 0.3)
+    profile = history.profiles(COMMIT)[0]
+    assert (profile.variant, profile.peak_rss_bytes, profile.losses) == (EAGER, 1000, ((0, 2.0), (2, 1.0)))
+    assert len(history.profiles(COMMIT)) == 6
+
+
+def test_every_variant_is_measured_or_skipped_with_a_reason(context: Context) -> None:
+    _, history = run(context, Pretender(unavailable={DROPIN: "this commit has no kitsune"}))
+    skips = {(entry.case, entry.variant): entry for entry in history.skips(COMMIT)}
+    profiled = {(entry.case, entry.variant) for entry in history.profiles(COMMIT)}
+    assert not set(skips) & profiled
+    assert set(skips) | profiled == {(case.name, variant) for case in CASES for variant in variants.names()}
+    assert skips["mlp-b4", DROPIN].reason == "this commit has no kitsune"
+    assert "at HEAD only" in skips["mlp-b4", "compile_fp32"].reason
+    assert {entry.status for entry in skips.values()} == {"skipped"}
+
+
+def test_head_is_compiled_once(context: Context) -> None:
+    measured, _ = run(replace(context, at_head=True), Pretender())
+    assert measured["mlp-b4", "compile_fp32"]["status"] == "measured"
+    assert measured["lenet-b4", "compile_fp32"]["status"] == "skipped"
+
+
+def test_a_variant_that_fails_alone_costs_only_itself(context: Context) -> None:
+    def crash(job: ProfileJob) -> None:
+        if job.task.variant == DROPIN and job.case.model == "mlp":
+            raise ProcessFailed(f"killed by SIGSEGV\nFile {ROOT}/kitsune/step.py", None)
+
+    pretender = Pretender(on_profile=crash)
+    measured, history = run(context, pretender)
+    (failed,) = [entry for entry in history.skips(COMMIT) if entry.status == "failed"]
+    assert (failed.case, failed.variant, failed.reason) == ("mlp-b4", DROPIN, "killed by SIGSEGV\nFile kitsune/step.py")
+    assert measured["mlp-b4", DROPIN]["status"] == "failed"
+    assert all(DROPIN not in names for names in pretender.rounds("mlp-b4"))
+    assert measured["lenet-b4", DROPIN]["status"] == "measured"
+
+
+def test_a_round_that_a_variant_kills_is_repeated_without_it(context: Context) -> None:
+    def crash(job: RoundJob) -> None:
+        if job.round == 1 and any(task.variant == TRAINSTEP for task in job.tasks):
+            raise ProcessFailed("killed by SIGSEGV", TRAINSTEP)
+
+    pretender = Pretender(on_round=crash)
+    measured, history = run(context, pretender)
+    rest = [EAGER, DROPIN]
+    assert pretender.rounds("mlp-b4") == [[*rest, TRAINSTEP], [*rest, TRAINSTEP], rest, rest]
+    assert measured["mlp-b4", TRAINSTEP]["reason"] == "in round 1: killed by SIGSEGV"
+    assert [set(entry.blocks) for entry in history.rounds(COMMIT) if entry.case == "mlp-b4"] == [
+        {*rest, TRAINSTEP},
+        set(rest),
+        set(rest),
+    ]
+
+
+def test_a_variant_that_raises_in_a_round_leaves_it(context: Context) -> None:
+    def fail(job: RoundJob) -> RoundResult:
+        others = [task.variant for task in job.tasks if task.variant != EAGER]
+        return timed([EAGER], dict.fromkeys(others, "ValueError: no"))
+
+    pretender = Pretender(on_round=fail)
+    measured, history = run(context, pretender)
+    assert pretender.rounds("lenet-b4")[1:] == [[EAGER], [EAGER]]
+    assert measured["lenet-b4", DROPIN]["status"] == "failed"
+    assert len([entry for entry in history.skips(COMMIT) if entry.status == "failed"]) == 4
+
+
+def test_a_round_that_dies_without_a_word_fails_all_of_it(context: Context) -> None:
+    def crash(job: RoundJob) -> None:
+        raise ProcessFailed("the process was killed", None)
+
+    measured, history = run(context, Pretender(on_round=crash))
+    assert {measured["mlp-b4", name]["status"] for name in (EAGER, DROPIN, TRAINSTEP)} == {"failed"}
+    assert history.rounds(COMMIT) == ()
+    assert len(history.profiles(COMMIT)) == 6
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(context: Context) -> None:
+    def interrupt(job: RoundJob) -> None:
+        if job.case.model == "lenet":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Session(context, Pretender(on_round=interrupt)).measure()
+    history = Store(context.results).load("here")
+    assert history.damage == ()
+    assert {entry.case for entry in history.rounds(COMMIT)} == {"mlp-b4"}
+    assert {entry.case for entry in history.profiles(COMMIT)} == {"mlp-b4", "lenet-b4"}
+
+
+def test_progress_is_visible_line_by_line(context: Context, capsys: pytest.CaptureFixture[str]) -> None:
+    run(context, Pretender())
+    assert context.progress is not None
+    lines = context.progress.read_text().splitlines()
+    total = len(CASES) * (3 + profiles.effort("quick", "cpu").rounds)
+    assert len(lines) == total
+    assert lines[-1].startswith(f"cccccccc  {total}/{total}  lenet-b4")
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_device_memory_is_what_asv_gets_on_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "CASES", (Case("mlp", 4, "cuda", 3, default=True),))
+    result = ProfileResult(0.5, "cold", Peak(10, 20, 1000), ((0, float("nan")),), {"mode": "replay"})
+    measured, history = run(context, Pretender(facts={**FACTS, "device_type": "cuda"}, on_profile=lambda job: result))
+    entry = measured["mlp-b4", "handcaptured_amp"]
+    assert (entry["peak_bytes"], entry["peak_reserved_bytes"]) == ([10], [20])
+    assert history.profiles(COMMIT)[0].losses == ((0, None),)
+    assert len(history.rounds(COMMIT)[0].blocks) == len(variants.names())
+
+
+@pytest.mark.parametrize("facts", [FACTS, None])
+def test_where_forking_loses_the_gpu_processes_are_spawned(
+    context: Context, monkeypatch: pytest.MonkeyPatch, facts: Mapping[str, object] | None
+) -> None:
+    class Forked(Pretender):
+        def run(self, function: object, job: object, *, timeout_s: float) -> object:
+            assert isinstance(job, Path), "nothing is measured in these processes"
+            if facts is None:
+                raise ProcessFailed("RuntimeError: Cannot re-initialize CUDA in forked subprocess", None)
+            return Probe(facts, {})
+
+    monkeypatch.setattr(profiles, "CASES", (Case("mlp", 4, "cuda", 3, default=True),))
+    monkeypatch.setattr(session.environment, "visible_gpu", lambda: "a GPU")
+    spawned = Pretender(method="spawn", facts={**FACTS, "device_type": "cuda"})
+    monkeypatch.setattr(session, "Launcher", lambda method: spawned)
+    measured, _ = run(context, Forked())
+    assert measured["mlp-b4", EAGER]["status"] == "measured"
+
+
+def test_a_machine_that_cannot_be_probed_is_an_error(context: Context) -> None:
+    class Broken(Pretender):
+        def run(self, function: object, job: object, *, timeout_s: float) -> object:
+            raise ProcessFailed("ImportError: no torch", None)
+
+    with pytest.raises(ProcessFailed, match="no torch"):
+        Session(context, Broken(method="spawn")).measure()
+
+
+def test_a_harness_from_elsewhere_is_refused(context: Context, tmp_path: Path) -> None:
+    with pytest.raises(ContextError, match="working tree"):
+        Session(replace(context, root=tmp_path), Pretender()).measure()
+    assert not context.results.exists()
+
+
+def test_a_kitsune_from_elsewhere_does_not_count(context: Context, tmp_path: Path) -> None:
+    _, history = run(replace(context, checkout=tmp_path / "project"), Pretender())
+    (stored,) = history.runs(COMMIT)
+    assert stored.kitsune_file is None
+
+
+def test_records_hold_no_path_of_this_machine(context: Context) -> None:
+    run(context, Pretender())
+    (path,) = context.results.glob("*/*.samples.jsonl")
+    assert str(ROOT) not in path.read_text()
+    assert all(json.loads(line)["schema"] == 1 for line in path.read_text().splitlines())

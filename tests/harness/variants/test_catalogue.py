@@ -1,0 +1,72 @@
+"""The variants that there are."""
+
+import subprocess
+import sys
+
+import pytest
+
+from harness import variants
+from harness.variants import Variant
+from tests.harness.checkout import ROOT
+
+EXPECTED = [
+    "eager_fp32",
+    "eager_tf32",
+    "eager_amp",
+    "compile_fp32",
+    "compile_amp",
+    "compile_reduce_overhead_amp",
+    "handcaptured_fp32",
+    "handcaptured_amp",
+    "handcaptured_compile_fp32",
+    "handcaptured_compile_amp",
+    "kitsune_dropin_fp32",
+    "kitsune_dropin_amp",
+    "kitsune_trainstep_fp32",
+    "kitsune_trainstep_amp",
+]
+
+
+def test_names_are_those_of_stored_results() -> None:
+    assert list(variants.names()) == EXPECTED
+    assert all(variants.get(name).name == name for name in EXPECTED)
+
+
+def test_an_unknown_name_is_answered_with_those_known() -> None:
+    with pytest.raises(ValueError, match=r"no variant 'eager_fp8'.*kitsune_trainstep_amp"):
+        variants.get("eager_fp8")
+
+
+@pytest.mark.parametrize("variant", variants.VARIANTS.values(), ids=lambda variant: variant.name)
+def test_names_and_titles_say_the_precision(variant: Variant) -> None:
+    assert variant.name.rpartition("_")[2] == variant.precision
+    words = {"fp32": "float32", "tf32": "TF32", "amp": "autocast"}
+    assert variant.title.rpartition(", ")[2] == words[variant.precision]
+
+
+def test_kitsune_is_laid_out_as_what_is_captured_by_hand() -> None:
+    for precision in ("fp32", "amp"):
+        baseline = variants.get(f"handcaptured_{precision}")
+        for form in ("dropin", "trainstep"):
+            variant = variants.get(f"kitsune_{form}_{precision}")
+            assert variant.uses_channels_last("cuda") == baseline.uses_channels_last("cuda")
+
+
+def test_on_the_cpu_float32_variants_share_eager_s_layout() -> None:
+    for variant in variants.VARIANTS.values():
+        assert variant.uses_channels_last("cpu") == (variant.precision == "amp")
+
+
+def test_what_is_captured_by_hand_has_every_flag() -> None:
+    for variant in variants.VARIANTS.values():
+        if variant.family == "handcaptured":
+            assert variant.fused
+            assert variant.channels_last
+
+
+def test_describing_them_needs_no_torch() -> None:
+    script = (
+        "import sys, harness.variants, harness.profiles, harness.benchmarks.training; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

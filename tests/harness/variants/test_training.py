@@ -1,0 +1,94 @@
+"""Trainings: all variants start alike and take the same batches."""
+
+import pytest
+import torch
+
+from harness import variants
+from harness.variants.availability import unavailable
+from harness.variants.building import start
+from harness.variants.training import Training, prepare
+
+CPU = torch.device("cpu")
+HERE = [variant for variant in variants.VARIANTS.values() if variant.cuda_only is None and variant.compile_mode is None]
+
+
+def training(name: str, model: str = "mlp", batch: int = 8, device: torch.device = CPU) -> Training:
+    variant = variants.get(name)
+    reason = unavailable(variant, device, None)
+    if reason is not None:
+        pytest.skip(reason)
+    return start(variant, prepare(variant, model, batch, device))
+
+
+def losses(name: str, steps: int, model: str = "mlp", device: torch.device = CPU) -> list[float]:
+    ready = training(name, model, device=device)
+    return [ready.run(1).clone().item() for _ in range(steps)]
+
+
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+@pytest.mark.parametrize("name", [variant.name for variant in HERE if variant.precision == "fp32"])
+def test_float32_variants_train_as_eager_does(name: str, model: str) -> None:
+    expected = torch.tensor(losses("eager_fp32", 12, model))
+    torch.testing.assert_close(torch.tensor(losses(name, 12, model)), expected, rtol=1e-4, atol=1e-5)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in HERE if variant.precision == "amp"])
+def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
+    expected = torch.tensor(losses("eager_amp", 12))
+    torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_run_of_many_steps_is_many_runs_of_one() -> None:
+    whole, single = training("eager_fp32"), training("eager_fp32")
+    last = whole.run(11).item()
+    assert [single.run(1).item() for _ in range(11)][-1] == last
+
+
+def test_batches_rotate() -> None:
+    ingredients = prepare(variants.get("eager_fp32"), "mlp", 2, CPU)
+    ready = start(variants.get("eager_fp32"), ingredients)
+    taken = [id(x) for x, _ in ready._take(2 * len(ingredients.batches))]
+    assert taken == 2 * [id(x) for x, _ in ingredients.batches]
+    assert len(set(taken)) > 1
+
+
+def test_convolutional_models_are_laid_out_as_the_variant_says() -> None:
+    for name, expected in (("eager_fp32", False), ("eager_amp", True)):
+        ingredients = prepare(variants.get(name), "lenet", 2, CPU)
+        weight = next(parameter for parameter in ingredients.model.parameters() if parameter.dim() == 4)
+        assert weight.is_contiguous(memory_format=torch.channels_last)  # one input channel: both at once
+        second = [parameter for parameter in ingredients.model.parameters() if parameter.dim() == 4][1]
+        assert second.is_contiguous(memory_format=torch.channels_last) == expected
+
+
+def test_each_variant_has_memory_of_its_own() -> None:
+    first, second = (prepare(variants.get("eager_fp32"), "mlp", 2, CPU) for _ in range(2))
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+
+
+def test_the_precision_of_matrix_products_is_restored() -> None:
+    before = torch.get_float32_matmul_precision()
+    variant = variants.get("eager_tf32")
+    start(variant, prepare(variant, "mlp", 2, CPU)).run(1)
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+@pytest.mark.parametrize("name", [name for name in variants.names() if name.startswith("handcaptured")])
+def test_what_is_captured_by_hand_trains_as_eager_does(name: str, model: str) -> None:
+    device = torch.device("cuda")
+    expected = torch.tensor(losses(f"eager_{variants.get(name).precision}", 12, model, device))
+    torch.testing.assert_close(torch.tensor(losses(name, 12, model, device)), expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_a_capture_settles_after_its_warm_up() -> None:
+    ready = training("handcaptured_fp32", device=torch.device("cuda"))
+    ready.run(3)
+    assert not ready.settled
+    ready.run(1)
+    assert ready.settled
