@@ -1,0 +1,179 @@
+"""Hooks are code of the user's: a replay runs them or gives way to a step that does, from the step after they came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.kitsune.training import FORMS, Net, Training, adam, compare
+
+Register = Callable[[Training, Callable[..., Any]], Any]
+
+# Each registers a hook around `act`, which counts the call and may return a tensor in place of its argument.
+HOOKS: dict[str, Register] = {
+    "module forward": lambda training, act: training.model.first.register_forward_hook(lambda m, a, out: act(out)),
+    "module forward pre": lambda training, act: training.model.first.register_forward_pre_hook(lambda m, a: act(a[0])),
+    "model forward": lambda training, act: training.model.register_forward_hook(lambda m, a, out: act(out)),
+    "module backward": lambda training, act: training.model.last.register_full_backward_hook(
+        lambda m, grad_in, grad_out: (act(grad_in[0]),)
+    ),
+    "module backward pre": lambda training, act: training.model.last.register_full_backward_pre_hook(
+        lambda m, grad_out: (act(grad_out[0]),)
+    ),
+    "parameter": lambda training, act: training.model.first.weight.register_hook(act),
+    "global forward": lambda training, act: torch_module.register_module_forward_hook(
+        lambda m, a, out: act(out) if m is training.model else None
+    ),
+    "global forward pre": lambda training, act: torch_module.register_module_forward_pre_hook(
+        lambda m, a: act(a[0]) if m is training.model else None
+    ),
+    "global backward": lambda training, act: torch_module.register_module_full_backward_hook(
+        lambda m, grad_in, grad_out: (act(grad_in[0]),) if m is training.model.last else None
+    ),
+}
+
+
+def halved(value: Tensor) -> Tensor:
+    return value * 0.5
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_comes_and_goes(form: str, kind: str) -> None:
+    handles: list[Any] = []
+
+    def edit(training: Training, index: int) -> None:
+        if index == 4:
+            handles.append(HOOKS[kind](training, halved))
+        if index == 7:
+            handles.pop().remove()
+
+    compare(form, steps=11, edit=edit, replays=4)
+
+
+@pytest.mark.parametrize("kind", ["module backward", "module backward pre", "parameter", "global forward"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_is_called_at_every_step(form: str, kind: str) -> None:
+    calls = {"eager": 0, form: 0}
+
+    def edit(training: Training, index: int) -> None:
+        def count(value: Tensor) -> Tensor:
+            calls[training.form] += 1
+            return value
+
+        if index == 3:
+            training.memo["handle"] = HOOKS[kind](training, count)
+        if index == 6:
+            training.memo["handle"].remove()
+
+    compare(form, steps=8, edit=edit, replays=2)
+    assert calls[form] == calls["eager"] == 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_that_was_there_from_the_start(form: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        if index == 0:
+            HOOKS["module forward"](training, halved)
+
+    compare(form, edit=edit)
+
+
+@pytest.mark.parametrize("kind", ["module backward", "parameter", "global forward"])
+def test_the_status_says_that_a_hook_stands_in_the_way(kind: str) -> None:
+    model = Net()
+    training = Training("train_step", model, adam(model))
+    training.run(4)
+    assert training.status().mode == "replay"
+    handle = HOOKS[kind](training, lambda value: value)
+    try:
+        training.run(2, start=4)
+        status = training.status()
+        assert status.mode == "eager"
+        assert "hook" in status.reason
+        assert status.covered == ()
+        assert status.fallbacks == 2
+    finally:
+        handle.remove()
+    training.run(2, start=6)
+    assert training.status().mode == "replay"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["module forward", "module backward", "parameter"])
+def test_a_hook_on_a_layer_that_came_in_mid_training(form: str, kind: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        model, group = training.model, training.optimizer.param_groups[0]
+        if index == 4:
+            torch.manual_seed(3)
+            model.first, model.last = nn.Linear(4, 8), nn.Linear(8, 3)
+            group["params"] = list(model.parameters())
+            training.plain.state.clear()
+        if index == 8:
+            HOOKS[kind](training, halved)
+
+    compare(form, steps=12, edit=edit, replays=4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_post_accumulate_hook(form: str) -> None:
+    """It sees each gradient once; nothing it does is lost."""
+
+    def edit(training: Training, index: int) -> None:
+        def double(param: Tensor) -> None:
+            assert param.grad is not None
+            param.grad.mul_(2)
+
+        if index == 4:
+            training.model.first.weight.register_post_accumulate_grad_hook(double)
+
+    compare(form, steps=8, edit=edit, replays=3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scope", ["own", "global"])
+def test_optimizer_step_hooks(form: str, scope: str) -> None:
+    order: dict[str, list[str]] = {"eager": [], form: []}
+
+    def edit(training: Training, index: int) -> None:
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            order[training.form].append("before")
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+        def after(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            order[training.form].append("after")
+
+        if index == 4:
+            training.memo["handles"] = (
+                [training.optimizer.register_step_pre_hook(before), training.optimizer.register_step_post_hook(after)]
+                if scope == "own"
+                else [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+            )
+        if index == 7:
+            for handle in training.memo.pop("handles"):
+                handle.remove()
+
+    compare(form, steps=11, edit=edit, replays=5)
+    assert order[form] == order["eager"] == ["before", "after"] * 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forward_hook_that_keeps_an_activation(form: str) -> None:
+    kept: dict[str, list[Tensor]] = {"eager": [], form: []}
+
+    def edit(training: Training, index: int) -> None:
+        if index == 0:
+            training.model.first.register_forward_hook(
+                lambda module, args, output: kept[training.form].append(output.detach())
+            )
+
+    compare(form, edit=edit, replays=0)
+    for found, wanted in zip(kept[form], kept["eager"], strict=True):
+        assert torch.equal(found, wanted)
