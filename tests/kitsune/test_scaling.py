@@ -152,7 +152,7 @@ def test_a_disabled_scaler_is_none() -> None:
 def test_a_scaler_of_the_users_that_unscales_by_hand_in_the_loop() -> None:
     """Two optimizers under one scaler, one of them plain."""
 
-    def run(form: str) -> list[float]:
+    def run(form: str) -> list[tuple[float, float]]:
         torch.manual_seed(0)
         model, other = Net(), nn.Linear(3, 3)
         training = Training(form, model, adam(model))
@@ -169,7 +169,7 @@ def test_a_scaler_of_the_users_that_unscales_by_hand_in_the_loop() -> None:
             scaler.step(training.optimizer)
             scaler.step(plain)
             scaler.update()
-            losses.append((float(loss), scaler.get_scale()))
+            losses.append((loss.item(), scaler.get_scale()))
         if form != "eager":
             assert training.status().replays >= 7
         return losses

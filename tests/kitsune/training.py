@@ -124,8 +124,8 @@ class Training:
         places = {id(param): name for name, param in self.model.named_parameters()}
         for param, state in self.plain.state.items():
             for name, value in state.items():
-                copy = None if value is None else torch.as_tensor(value).detach().clone()
-                seen[f"{places.get(id(param), 'other')}.{name}"] = copy
+                if isinstance(value, (Tensor, int, float)):
+                    seen[f"{places.get(id(param), 'other')}.{name}"] = torch.as_tensor(value).detach().clone()
         seen["random state"] = torch.get_rng_state()
         return seen
 
