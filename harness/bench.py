@@ -26,7 +26,7 @@ _SCRATCH = _ROOT / ".asv"
 _POLL_SECONDS = 0.3
 _INTERRUPTED = 130
 _ASV_FAILURES = 2
-_ASV_MESSAGE = re.compile(r"(\[[ \d.]+%\] )?·+ (?!=)")
+_ASV_MESSAGE = re.compile(r"(\[[ \d.]+%\] )?·+ (?!=|For parameters)")
 
 
 class BenchError(Exception):

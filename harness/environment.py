@@ -146,7 +146,7 @@ def facts() -> dict[str, object]:
         "driver": gpu.driver if on_cuda and gpu is not None else None,
         "cuda": torch.version.cuda,
         "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": _version_of("triton"),
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release()}",

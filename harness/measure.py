@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -144,11 +145,12 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
     A variant that raises leaves the round; what it raised is in the result.
     """
     device = _begin(job.case)
+    os.environ["TORCH_WARM_POOL"] = "0"  # all is compiled already; Inductor's idle workers would take cores
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Training, float]] = {}
     for task in _rotated(job.tasks, job.round):
         note(task.variant)
-        with _excluded_if_failing(task.variant, failures):
+        with _excluded_if_failing(task.variant, failures, device):
             ready[task.variant] = _make_ready(job, task, device)
     if not ready:
         return RoundResult(1, {}, failures)
@@ -163,7 +165,7 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
             if name in failures:
                 continue
             note(name)
-            with _excluded_if_failing(name, failures):
+            with _excluded_if_failing(name, failures, device):
                 blocks[name].append(_block(trainings[name], steps, device))
     completed = {name: tuple(times) for name, times in blocks.items() if name not in failures}
     return RoundResult(steps, completed, failures)
@@ -233,12 +235,26 @@ def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:
 
 
 @contextmanager
-def _excluded_if_failing(variant: str, failures: dict[str, str]) -> Iterator[None]:
-    """What a variant raises takes that variant out of the round and is kept for the record; the others go on."""
+def _excluded_if_failing(variant: str, failures: dict[str, str], device: torch.device) -> Iterator[None]:
+    """What a variant raises takes that variant out of the round and is kept for the record; the others go on.
+
+    Unless the device is lost to this process with it: then the process ends here, and the round is tried without it.
+    """
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # a variant may raise anything, and all of it is recorded
+    except Exception as error:
+        if not _works(device):
+            raise
         failures[variant] = describe(error)
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the device still answers: after some errors CUDA refuses everything for the rest of the process."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Losses:

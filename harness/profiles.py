@@ -119,6 +119,15 @@ def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
     return tuple(case for case in CASES if case.device_type == device_type and (case.default or profile == "full"))
 
 
+def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) -> bool:
+    """Whether set-up, peak memory and losses are measured at a commit, and not its time alone.
+
+    Those of a peer do not change from commit to commit, so the quick profile measures them at HEAD; the losses of eager
+    PyTorch are needed everywhere, to compare with.
+    """
+    return profile == "full" or at_head or variant.is_kitsune or variant.family == "eager"
+
+
 def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:
     """Why a profile does not measure a variant of one of its cases; None if it does.
 

@@ -95,7 +95,7 @@ class Session:
         caches.clear()
         plan = [(case, self._tasks(case, found, caches)) for case in profiles.cases(self._context.profile, device_type)]
         effort = profiles.effort(self._context.profile, device_type)
-        self._steps = sum(len(tasks) + effort.rounds for _, tasks in plan)
+        self._steps = sum(sum(map(self._needs_profile, tasks)) + effort.rounds for _, tasks in plan)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
         caches.clear()
@@ -149,12 +149,18 @@ class Session:
         return tuple(tasks)
 
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
-        runnable = tuple(task for task in tasks if self._profile(case, task, effort))
+        for task in filter(self._needs_profile, tasks):
+            self._profile(case, task, effort)
+        runnable = self._without_failed(case, tasks)
         for number in range(effort.rounds):
             runnable = self._round(case, runnable, effort, number)
 
-    def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> bool:
-        """Measures one variant alone; whether it got through."""
+    def _needs_profile(self, task: Task) -> bool:
+        variant = variants.get(task.variant)
+        return profiles.needs_profile(self._context.profile, variant, at_head=self._context.at_head)
+
+    def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
+        """Measures one variant alone."""
         begin = time.monotonic()
         try:
             result = self._launcher.run(
@@ -163,7 +169,7 @@ class Session:
         except ProcessFailed as failure:
             self._leave_out(case, task.variant, "failed", failure.reason)
             self._progress(case, f"{task.variant}: failed: {failure.reason.splitlines()[0]}", begin)
-            return False
+            return
         self._append(**_profile_record(case, task, result))
         measured = self._entry(case, task.variant)
         measured["setup_s"].append(result.setup_s)
@@ -174,7 +180,6 @@ class Session:
         if result.peak.reserved_bytes is not None:
             measured["peak_reserved_bytes"].append(result.peak.reserved_bytes)
         self._progress(case, f"{task.variant}: set up in {result.setup_s:.2f} s", begin)
-        return True
 
     def _round(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort, number: int) -> tuple[Task, ...]:
         """One round; the variants left for the next. Without a variant that kills the process, it is tried again."""

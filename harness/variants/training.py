@@ -41,15 +41,19 @@ class Ingredients:
 
 
 def prepare(variant: Variant, model: str, batch_size: int, device: torch.device) -> Ingredients:
-    """A fresh model and its batches: the same values for every variant, each in its own memory.
+    """A fresh model and its batches: the same values for every variant, each in its own memory."""
+    torch.manual_seed(_SEED)
+    return ingredients(variant, models.build(model, seed=_SEED), batch_size, device)
 
-    Batches are generated before any step; the trainings go round over them.
+
+def ingredients(variant: Variant, workload: models.Workload, batch_size: int, device: torch.device) -> Ingredients:
+    """The workload's own module, moved to the device, and its batches.
+
+    Batches are generated before any step; trainings go round over them.
     """
-    workload = models.build(model, seed=_SEED)
     layout = torch.contiguous_format
     if workload.channels_last and variant.uses_channels_last(device.type):
         layout = torch.channels_last
-    torch.manual_seed(_SEED)
     module = workload.module.to(device)
     batches = [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
     if layout is torch.channels_last:
@@ -95,14 +99,23 @@ class Training(ABC):
 
 
 class LoopTraining(Training):
-    """The loop that users write: zero_grad, forward, loss, backward, step."""
+    """The loop that users write: zero_grad, forward, loss, backward, step. It settles after so many steps."""
 
     def __init__(
-        self, ingredients: Ingredients, model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer
+        self,
+        ingredients: Ingredients,
+        model: Callable[[Tensor], Tensor],
+        optimizer: torch.optim.Optimizer,
+        settles_after: int = 1,
     ) -> None:
         super().__init__(ingredients)
         self._model = model
         self._optimizer = optimizer
+        self._steps_to_settle = settles_after
+
+    @property
+    def settled(self) -> bool:
+        return self._steps_to_settle <= 0
 
     def _run(self, steps: int) -> Tensor:
         model, loss_fn, optimizer = self._model, self._ingredients.loss_fn, self._optimizer
@@ -113,6 +126,7 @@ class LoopTraining(Training):
                 loss = loss_fn(model(x), y)
             loss.backward()
             optimizer.step()
+        self._steps_to_settle -= steps
         return loss.detach()
 
 

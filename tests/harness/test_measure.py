@@ -187,3 +187,16 @@ def test_a_round_says_at_any_time_which_variant_is_at_work(log: list[tuple[str, 
     said = notes_of_round((Task("eager_fp32"), Task("eager_amp")))
     assert said[:3] == ["eager_fp32", "eager_amp", "eager_fp32"]
     assert set(said) == {"eager_fp32", "eager_amp"}
+
+
+def test_a_lost_device_ends_the_round(log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def broken(training: Training, steps: int, device: torch.device) -> BlockTime:
+        monkeypatch.setattr(measure, "synchronize", lost)
+        raise ValueError("the variant broke it")
+
+    monkeypatch.setattr(measure, "_block", broken)
+    with pytest.raises(ValueError, match="the variant broke it"):
+        measure.measure_round(RoundJob(CASE, (Task("eager_fp32"),), EFFORT, 0), silent)

@@ -47,6 +47,17 @@ def test_the_quick_profile_on_a_gpu_measures_every_variant() -> None:
             assert profiles.left_out("quick", case, variant, at_head=False) is None
 
 
+def test_the_peers_are_profiled_at_head_and_what_losses_need_everywhere() -> None:
+    def profiled(profile: profiles.Name, *, at_head: bool) -> set[str]:
+        everything = variants.VARIANTS.values()
+        return {it.name for it in everything if profiles.needs_profile(profile, it, at_head=at_head)}
+
+    assert profiled("quick", at_head=True) == profiled("full", at_head=False) == set(variants.names())
+    assert profiled("quick", at_head=False) == {
+        name for name in variants.names() if name.startswith(("eager_", "kitsune_"))
+    }
+
+
 def test_every_profile_has_its_effort() -> None:
     for profile in ("quick", "full"):
         for device_type in ("cpu", "cuda"):

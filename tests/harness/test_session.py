@@ -196,7 +196,8 @@ def test_progress_is_visible_line_by_line(context: Context, capsys: pytest.Captu
 def test_device_memory_is_what_asv_gets_on_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "CASES", (Case("mlp", 4, "cuda", 3, default=True),))
     result = ProfileResult(0.5, "cold", Peak(10, 20, 1000), ((0, float("nan")),), {"mode": "replay"})
-    measured, history = run(context, Pretender(facts={**FACTS, "device_type": "cuda"}, on_profile=lambda job: result))
+    pretender = Pretender(facts={**FACTS, "device_type": "cuda"}, on_profile=lambda job: result)
+    measured, history = run(replace(context, at_head=True), pretender)
     entry = measured["mlp-b4", "handcaptured_amp"]
     assert (entry["peak_bytes"], entry["peak_reserved_bytes"]) == ([10], [20])
     assert history.profiles(COMMIT)[0].losses == ((0, None),)
@@ -248,3 +249,15 @@ def test_records_hold_no_path_of_this_machine(context: Context) -> None:
     (path,) = context.results.glob("*/*.samples.jsonl")
     assert str(ROOT) not in path.read_text()
     assert all(json.loads(line)["schema"] == 1 for line in path.read_text().splitlines())
+
+
+def test_before_head_a_gpu_s_quick_profile_times_peers_without_profiling_them(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "CASES", (Case("mlp", 4, "cuda", 3, default=True),))
+    measured, history = run(context, Pretender(facts={**FACTS, "device_type": "cuda"}))
+    assert set(history.rounds(COMMIT)[0].blocks) == set(variants.names())
+    assert "handcaptured_amp" not in {entry.variant for entry in history.profiles(COMMIT)}
+    entry = measured["mlp-b4", "handcaptured_amp"]
+    assert entry["step_s"]
+    assert not entry["setup_s"]
