@@ -410,7 +410,7 @@ def test_a_parameter_edited_between_forward_and_backward_fails_as_in_eager() -> 
     loss = forward_loss(training, *batch(4)[0])
     with torch.no_grad():
         model.last.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
         loss.backward()
 
 

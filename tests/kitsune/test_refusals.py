@@ -1,0 +1,486 @@
+"""What cannot be captured runs eagerly, trains right, and says why; what only looks difficult is captured."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+from tests.kitsune.training import FORMS, Batch, Build, Net, Training, adam, batch, compare
+
+
+def building(kind: Callable[[], nn.Module]) -> Build:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = kind()
+        return model, adam(model)
+
+    return build
+
+
+class Printing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        print("training")
+        return super().forward(x)
+
+
+class Reading(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + x.abs().max().item())
+
+
+class Branching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return super().forward(x)
+        return super().forward(-x)
+
+
+class Selecting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 0] > 0
+        return super().forward(x) + super().forward(x[mask]).mean()
+
+
+class Counting(Net):
+    """Changes an attribute at every call, so that no graph holds twice."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class HostRandom(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.cells(x.unsqueeze(1))
+        return self.head(output[:, -1])
+
+
+class CumulativeNorm(nn.Module):
+    """Batch norm with momentum None reads its count of batches on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.layer(x))))
+
+
+# The model, and what the status must name: a line of its source, or a word of the reason.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "print": (Printing, 'print("training")'),
+    "item": (Reading, "x.abs().max().item()"),
+    "branch": (Branching, "if x.sum() > 0"),
+    "mask": (Selecting, "x[mask]"),
+    "counter": (Counting, "captured a 5th time"),
+    "lstm": (Recurrent, "LSTM"),
+    "cumulative batch norm": (CumulativeNorm, "num_batches_tracked"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_cannot_be_captured_trains_eagerly(
+    form: str, name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, words = REFUSED[name]
+    with caplog.at_level(logging.INFO, logger="kitsune"):
+        training = compare(form, building(kind), steps=14, replays=0)
+    status = training.status()
+    assert status.mode == "eager"
+    assert words in status.reason
+    assert status.graphs == 0
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([text for text in warnings if words in text]) == 1, "the reason is logged once"
+    if name == "print":
+        assert capsys.readouterr().out.count("training\n") == 2 * 14
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_randomness_of_the_host(form: str) -> None:
+    def edit(_training: Training, index: int) -> None:
+        random.seed(index)
+
+    compare(form, building(HostRandom), steps=10, edit=edit, replays=0)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sparse_gradients(form: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Sparse()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def batches(index: int) -> Batch:
+        (_, y), _ = batch(index)
+        return (y, y), {}
+
+    compare(form, build, batches=batches, replays=0, rtol=1e-6, atol=1e-7)
+
+
+@torch.library.custom_op("kitsune_tests::triple", mutates_args=())
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+triple.register_fake(torch.empty_like)
+triple.register_autograd(lambda ctx, grad: grad * 3)
+
+
+class Custom(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return triple(super().forward(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_custom_operator(form: str) -> None:
+    training = compare(form, building(Custom), replays=0)
+    assert "kitsune_tests.triple" in training.status().reason
+
+
+def test_an_optimizer_that_is_differentiable() -> None:
+    model = Net()
+    training = Training("train_step", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    training.plain.param_groups[0]["differentiable"] = True
+    training.run(3)
+    assert "differentiable" in training.status().reason
+
+
+def test_betas_that_are_tensors() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        betas = (torch.tensor(0.8), torch.tensor(0.9))
+        return model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.05), betas=betas, foreach=False)
+
+    training = compare("train_step", build, replays=0)
+    assert "beta1 is a Tensor" in training.status().reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_parameters(form: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net().bfloat16()
+        return model, adam(model)
+
+    compare(form, build, batches=lambda index: batch(index, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_is_compiled_already(form: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        model.first.compile(backend="eager")
+        return model, adam(model)
+
+    training = compare(form, build, replays=0)
+    assert training.status().mode == "eager"
+    assert "'first' is compiled by torch.compile" in training.status().reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_of_another_kind(form: str) -> None:
+    class Special(nn.Parameter):
+        pass
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        model.last.bias = Special(model.last.bias.detach())
+        return model, adam(model)
+
+    training = compare(form, build, replays=0)
+    assert "'last.bias' is a Special" in training.status().reason
+
+
+# Memory
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_max_memory(form: str) -> None:
+    training = compare(form, max_memory=64, replays=0)
+    status = training.status()
+    assert status.mode == "eager"
+    assert "max_memory" in status.reason
+    assert "raise max_memory or lower the batch size" in status.reason
+    assert compare(form, max_memory="1MB").status().mode == "replay"
+
+
+def test_max_memory_grows_with_the_batch() -> None:
+    """Small batches fit and are replayed, large ones are not, and both train right."""
+    training = compare(
+        "train_step",
+        max_memory="64KB",
+        steps=12,
+        batches=lambda index: batch(index, size=6 if index % 2 else 900),
+        replays=5,
+    )
+    assert training.status().graphs == 1
+    assert any("max_memory" in refusal for refusal in training.status().refusals)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_max_graphs(form: str) -> None:
+    """The least recently used graph gives way, and comes back when its shape does."""
+    training = compare(
+        form,
+        max_graphs=2,
+        steps=20,
+        batches=lambda index: batch(index, size=2 + (index // 2) % 4),
+        replays=4,
+    )
+    assert training.status().graphs == 2
+
+
+# What is captured
+
+
+class TwoCalls(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + super().forward(-x)
+
+
+class Scalar(Net):
+    """Scalar tensors on the CPU and numbers made in the forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(0.5) + torch.arange(3) / x.shape[0]
+
+
+class InPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden[:, 0] = 1
+        hidden[:, 1] += hidden[:, 2]
+        return self.last(hidden.mul_(0.5).relu_())
+
+
+class Noisy(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x)) * torch.rand(())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x.unsqueeze(0)).squeeze(0))
+
+
+class Lookup(nn.Module):
+    """Gradients through gathers, masks, maxima and indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x.argmax(1))
+        best = rows.max(1, keepdim=True).values
+        chosen = rows.gather(1, x.argmin(1, keepdim=True))
+        hidden = torch.where(rows > 0, rows, rows * 0.1) + best + chosen + rows[[0] * len(rows)]
+        return self.head(hidden.masked_fill(x.sum(1, keepdim=True) > 1, 0.5))
+
+
+class Double(torch.autograd.Function):
+    """A user's own backward that writes into memory of its own through a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result = torch.zeros(grad.shape)
+        result[:, 0].add_(grad[:, 0])
+        result[:, 1:].add_(grad[:, 1:])
+        return result.mul_(2)
+
+
+class OwnBackward(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Double.apply(torch.relu(self.first(x))))
+
+
+class Unscaled(torch.autograd.Function):
+    """Returns memory that it writes, without another operation on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        result = torch.zeros(grad.shape)
+        result[:].add_(grad, alpha=2)
+        return result
+
+
+class ViewedBackward(nn.Module):
+    """The parameter's gradient is memory that is written through a view only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ Unscaled.apply(self.weight)
+
+
+class Checkpointed(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False)
+        return self.last(torch.relu(hidden))
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).flatten(1))
+
+
+CAPTURED = {
+    "two calls": TwoCalls,
+    "scalars": Scalar,
+    "in place": InPlace,
+    "noise": Noisy,
+    "attention": Attention,
+    "lookups": Lookup,
+    "own backward": OwnBackward,
+    "gradient through a view": ViewedBackward,
+    "checkpoint": Checkpointed,
+    "convolution": Convolutional,
+    "channels last": lambda: Convolutional().to(memory_format=torch.channels_last),
+    "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.Linear(8, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_looks_difficult(form: str, name: str) -> None:
+    training = compare(form, building(CAPTURED[name]), steps=5, rtol=1e-6, atol=1e-7)
+    assert training.status().mode == "replay"
+
+
+@pytest.mark.parametrize("name", ["own backward", "gradient through a view", "lookups", "in place"])
+def test_a_backward_pass_twice(name: str) -> None:
+    """What a backward pass writes must not be what its next run starts from."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss_fn(training.model(x), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    compare("drop_in", building(CAPTURED[name]), loop=loop, steps=5, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_spectral_norm(form: str) -> None:
+    """Its power iteration changes buffers at every call; captured or not, they must be right."""
+    kind = lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 3))  # noqa: E731
+    compare(form, building(kind), replays=0, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tensor_kept_by_the_model(form: str) -> None:
+    class Keeping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = torch.relu(self.first(x))
+            return self.last(self.hidden)
+
+    hidden: dict[str, list[Tensor]] = {"eager": [], form: []}
+
+    def edit(training: Training, index: int) -> None:
+        if index:
+            hidden[training.form].append(training.model.hidden.detach().clone())
+
+    compare(form, building(Keeping), edit=edit, replays=0)
+    assert all(torch.equal(*pair) for pair in zip(hidden[form], hidden["eager"], strict=True))
+
+
+def test_an_auxiliary_loss_kept_by_the_model() -> None:
+    """As in mixtures of experts: the loop reads it from the module after the call."""
+
+    class Penalized(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.first(x))
+            self.penalty = hidden.square().mean()
+            return self.last(hidden)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss_fn(training.model(x), y) + training.model.penalty
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    compare("drop_in", building(Penalized), loop=loop, replays=0)
+
+
+def test_a_forward_that_collects_an_auxiliary_loss() -> None:
+    class Penalized(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.first(x))
+            self.penalty = hidden.square().mean()
+            return self.last(hidden)
+
+    def forward(model: Penalized, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(model(x), y) + model.penalty
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = forward(training.model, x, y)
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    compare("train_step", building(Penalized), step={"forward": forward}, reference={"loop": loop}, replays=0)
+
+
+def test_grad_mode_off_in_the_callers_context() -> None:
+    """A loop that disables gradients fails at backward, with and without Kitsune."""
+    model = Net()
+    optimizer = kitsune.KitsuneOptimizer(adam(model), mode="replay")
+    Training("eager", model, optimizer).run(4)
+    with torch.no_grad():
+        output = model(batch(0)[0][0])
+    assert not output.requires_grad
+    with torch.inference_mode():
+        assert model(batch(0)[0][0]).is_inference()
