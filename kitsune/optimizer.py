@@ -41,6 +41,9 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         TypeError: neither an optimizer class with `params` nor an optimizer.
     """
 
+    # GradScaler would hand its scale to this object, and the wrapped optimizer would never see it.
+    _step_supports_amp_scaling = False
+
     def __init__(
         self,
         optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
@@ -60,8 +63,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
             raise ConfigError("amp_dtype", torch.float16, remedy)
         self._wrapped = wrapped
         self._log = RefusalLog("the training loop")
-        self._loop: DropInLoop | None = None
-        self._start()
+        self._waits = False
+        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log)
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -94,6 +97,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, as the wrapped optimizer does."""
+        self._begin()
         if self._loop is None:
             return self._wrapped.step(closure) if closure is not None else self._wrapped.step()
         if closure is not None:
@@ -102,6 +106,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._begin()
         self._wrapped.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -118,7 +123,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def status(self) -> Status:
         """What the latest iteration of the loop did and why, with figures over all iterations so far."""
         if self._loop is None:
-            reason = "a TrainStep has taken over this optimizer"
+            reason = "this copy has not been used yet" if self._waits else "a TrainStep has taken over this optimizer"
             return Status("eager", reason, not_in_effect=self.config.not_in_effect())
         return self._loop.status()
 
@@ -127,6 +132,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+        self._waits = False
         return self._wrapped
 
     def __repr__(self) -> str:
@@ -138,7 +144,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.config, self._wrapped = state["config"], state["wrapped"]
         self._log = RefusalLog("the training loop")
-        self._start()
+        self._loop = None
+        self._waits = True  # a copy that is only kept must not look for modules
 
     def __getattr__(self, name: str) -> Any:
         # Hooks and whatever else a particular optimizer has are the wrapped one's.
@@ -146,8 +153,10 @@ class KitsuneOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
-    def _start(self) -> None:
-        self._loop = DropInLoop(self._wrapped, self.config, self._log)
+    def _begin(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._loop = DropInLoop(self._wrapped, self.config, self._log)
 
 
 def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, Any]) -> torch.optim.Optimizer:

@@ -79,6 +79,8 @@ class TrainStep:
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
         if clip_grad_norm is not None and not clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm!r}")
         if accumulate != int(accumulate) or accumulate < 1:
@@ -116,10 +118,12 @@ class TrainStep:
         self._loop.release()
 
     def _device_now(self) -> torch.device:
-        params = self._spec.params()
-        if not params:
-            raise ValueError("the optimizer has no parameter that requires a gradient")
-        return params[0].device
+        for group in self._spec.optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    device: torch.device = param.device
+                    return device
+        raise ValueError("the optimizer has no parameter that requires a gradient")
 
     def _make_loop(self) -> StepLoop:
         spec = self._spec

@@ -1,39 +1,47 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`. `torch.compile` with a backend of one's own
-is public; its exceptions, which tell the line that could not be captured, are not.
+is public. What is not: exceptions that tell the line that could not be captured, the switch that
+guards hooks, and the switches that keep numbers drawn on the host from being frozen.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 from torch import fx
-from torch._dynamo import exc
+from torch._dynamo import config, eval_frame, exc
+from torch._dynamo.variables.misc import RandomVariable
 
-from kitsune.errors import Refusal, RefusedError
+from kitsune.errors import KitsuneError, Refusal, RefusedError
 
-FlatCall = Callable[..., Sequence[Any]]
+Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
 
 class GuardedFunction:
-    """A Python function that runs as flat graphs, as long as Dynamo's guards hold.
+    """A Python function that runs as a flat graph, as long as Dynamo's guards hold.
 
     Args:
         function: called with the arguments of each call; must be a plain function whose closure
             holds everything it uses.
-        on_graph: given the graph of a call (a `GraphModule` over flat tensors: parameters,
-            buffers and arguments in the order of their use), returns what runs in its place. It is
-            called at the first call, and again whenever a guard has failed.
+        run: a bound method, called with the graph of a call (a `GraphModule` over flat tensors:
+            parameters, buffers and arguments in the order of their use) and its flat tensors;
+            returns the graph's outputs. Its object is not kept alive.
 
     Dynamo keeps its graphs, and a limit on their number, with a function's code object, so each
     `GuardedFunction` gets a code object of its own.
+
+    Attributes:
+        stale: a guard has failed; from then on every call is refused.
     """
 
-    def __init__(self, function: Callable[..., Any], on_graph: Callable[[fx.GraphModule], FlatCall]) -> None:
+    def __init__(self, function: Callable[..., Any], run: Run) -> None:
         own = types.FunctionType(
             function.__code__.replace(),
             function.__globals__,
@@ -41,28 +49,92 @@ class GuardedFunction:
             function.__defaults__,
             function.__closure__,
         )
-        self.num_graphs = 0
-        self._on_graph = on_graph
-        self._compiled = torch.compile(own, backend=self._backend, fullgraph=True, dynamic=False)
+        self.stale = False
+        self._captured = False
+        self._ran = False
+        self._run = weakref.WeakMethod(run)
+        self._compiled = torch.compile(own, backend=_backend(self), fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function.
 
         Raises:
-            RefusedError: Dynamo cannot express the call as one graph. The function has not run.
+            RefusedError: Dynamo cannot express the call as one graph, or a guard has failed. The
+                function has not run.
         """
+        self._ran = False
         try:
-            return self._compiled(*args)
+            if self._captured:
+                result = self._compiled(*args)
+            else:
+                with _strict_capture():
+                    result = self._compiled(*args)
         except exc.TorchDynamoException as error:
             raise RefusedError(_refusal(error)) from error
+        if not self._ran:
+            raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
+        return result
 
-    def _backend(self, graph: fx.GraphModule, _examples: Sequence[torch.Tensor]) -> FlatCall:
-        self.num_graphs += 1
-        return self._on_graph(graph)
+    def _on_call(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
+        self._ran = True
+        run = self._run()
+        if self.stale or run is None:
+            refusal = Refusal("what the model's Python code depends on has changed since the capture")
+            raise RefusedError(refusal, passing=True)
+        return run(graph, flat)
+
+    def _on_capture(self) -> None:
+        # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
+        self.stale = self._captured
+        self._captured = True
+
+
+def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[Any]]]:
+    """Dynamo keeps backends and what they return for ever, so these must not keep `guarded` alive."""
+    reference = weakref.ref(guarded)
+
+    def backend(graph: fx.GraphModule, _examples: Sequence[torch.Tensor]) -> Callable[..., Sequence[Any]]:
+        owner = reference()
+        assert owner is not None
+        owner._on_capture()
+
+        def call(*flat: torch.Tensor) -> Sequence[Any]:
+            owner = reference()
+            assert owner is not None
+            return owner._on_call(graph, flat)
+
+        return call
+
+    return backend
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is a wrapper made by `torch.compile`, or was compiled in place."""
+    return isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def refuse_dynamo() -> Refusal | None:
+    """None if `torch.compile` works at this moment."""
+    if config.disable or eval_frame._stance.stance != "default":
+        return Refusal("torch.compile is switched off or under a stance that forbids compiling")
+    return None
+
+
+@contextmanager
+def _strict_capture() -> Iterator[None]:
+    """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead."""
+    switches = config.patch(skip_nnmodule_hook_guards=False, trace_numpy=False, specialize_float=True)
+    generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
+    with switches, generators:
+        yield
+
+
+def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise exc.Unsupported("numbers drawn from a random.Random object would be the same at every replay")
 
 
 def _refusal(error: exc.TorchDynamoException) -> Refusal:
-    stack = getattr(error, "real_stack", None)
+    stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
     culprit = None
     if stack:
         frame = stack[-1]

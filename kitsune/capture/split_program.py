@@ -18,6 +18,8 @@ from kitsune.capture.trace import gradients, interpret, own_gradients, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 
+_TANGENTS = "kitsune_tangents"
+
 
 @dataclass(frozen=True)
 class TensorLayout:
@@ -49,6 +51,8 @@ class SplitProgram:
         gradient_places: positions of the flat inputs that get a gradient.
         depends: for each of those gradients, the indices of the tangents it depends on.
         saved_inputs: index among the saved values → position of the flat input that it is.
+        repeatable: whether running the call again has no effect: it draws no random numbers and
+            writes to none of its inputs.
     """
 
     forward: fx.GraphModule
@@ -58,6 +62,7 @@ class SplitProgram:
     gradient_places: tuple[int, ...]
     depends: tuple[frozenset[int], ...]
     saved_inputs: dict[int, int]
+    repeatable: bool
 
 
 def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitProgram:
@@ -73,6 +78,7 @@ def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitPro
     differentiable = tuple(example.requires_grad for example in examples)
     if not any(differentiable):
         raise RefusedError(Refusal("no output of the model requires a gradient"))
+    _refuse_nested_outputs(graph.graph, differentiable)
     layouts = tuple(TensorLayout.of(example) for example, needs in zip(examples, differentiable, strict=True) if needs)
     wanted = [position for position, tensor in enumerate(flat) if tensor.requires_grad]
     reached: list[int] = []
@@ -90,8 +96,17 @@ def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitPro
 
     module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
     parts = _partition(module, len(flat), len(examples))
+    repeatable = not dataflow.written_inputs(module.graph)
+    repeatable &= not any(map(dataflow.draws_random_numbers, module.graph.nodes))
     return SplitProgram(
-        parts.forward, parts.backward, differentiable, layouts, tuple(reached), parts.depends, parts.saved_inputs
+        forward=parts.forward,
+        backward=parts.backward,
+        differentiable=differentiable,
+        tangents=layouts,
+        gradient_places=tuple(reached),
+        depends=parts.depends,
+        saved_inputs=parts.saved_inputs,
+        repeatable=repeatable,
     )
 
 
@@ -111,16 +126,41 @@ def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Par
     depends = _dependence(joint.graph, tangents)
     _refuse_order(joint.graph, depends)
     late = [node for node in joint.graph.nodes if node in depends and node.op == "call_function"]
-    early = [node for node in joint.graph.nodes if node not in depends and node.op == "call_function"]
+    early = [node for node in joint.graph.nodes if node not in depends and node.op in ("call_function", "get_attr")]
     read = {argument for node in late for argument in node.all_input_nodes}
     read |= {grad for grad in grads if isinstance(grad, fx.Node)}
     saved = [node for node in (*inputs, *early) if node in read]
+    for node in joint.graph.nodes:
+        node.meta[_TANGENTS] = depends.get(node, frozenset())
     forward = _extract(joint, inputs, early, [*outputs, *saved])
     backward = _extract(joint, [*saved, *tangents], late, grads)
     position = {node: index for index, node in enumerate(inputs)}
     saved_inputs = {index: position[node] for index, node in enumerate(saved) if node in position}
     grads_depend = tuple(depends.get(grad, frozenset()) if isinstance(grad, fx.Node) else frozenset() for grad in grads)
     return _Parts(forward, backward, grads_depend, saved_inputs)
+
+
+def without_tangents(backward: fx.GraphModule, missing: frozenset[int]) -> fx.GraphModule:
+    """The backward program for outputs of which some have no gradient.
+
+    What depends on those alone becomes zero. Running it on gradients of zero would not do: where
+    the outputs' own derivatives are infinite it gives NaN.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in backward.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and node.meta[_TANGENTS] <= missing and isinstance(value, torch.Tensor):
+            size = tuple(value.size())
+            copies[node] = graph.call_function(
+                torch.ops.aten.zeros.default, (size,), {"dtype": value.dtype, "device": value.device}
+            )
+        elif node.op != "output":
+            copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    results = dataflow.outputs(backward.graph)
+    graph.output([None if result is None else copies[result] for result in results])
+    graph.eliminate_dead_code()
+    return fx.GraphModule(backward, graph)
 
 
 def _dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
@@ -170,6 +210,18 @@ def _example(output: dataflow.Result) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise RefusedError(Refusal("the model's output contains values that are not tensors"))
     return value
+
+
+def _refuse_nested_outputs(graph: fx.Graph, differentiable: Sequence[bool]) -> None:
+    """The outputs of a replay are siblings in autograd's graph, so none may be computed from another one."""
+    results = [node for node in dataflow.outputs(graph) if isinstance(node, fx.Node)]
+    roots = {node for node, needs in zip(results, differentiable, strict=True) if needs}
+    below: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(argument in roots or argument in below for argument in node.all_input_nodes):
+            below.add(node)
+    if roots & below:
+        raise RefusedError(Refusal("an output of the model, or a tensor it stores, is computed from another one"))
 
 
 def _refuse_aliases(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ that changed (learning rate, step count) into the graph's inputs; after it `adva
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from kitsune.capture.trace import same_layout
 from kitsune.capture.update_rules import Rule, rule_for
 from kitsune.errors import Refusal, RefusedError
 
@@ -24,15 +26,24 @@ Style = Literal["fused", "composed"]
 
 CONSTANTS = "a hyperparameter beside the learning rate"
 
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPOSED_DTYPES = (torch.float32, torch.float64)
 
 
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
-    """None if `optimizer.step()` runs no hooks of the user's.
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tells `torch.optim.lr_scheduler`, which warns of a missing `step()`, that there was one."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    The hook dictionaries have no public reader.
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
+    """None if `optimizer.step()` is torch's own and runs no hooks of the user's.
+
+    The hook dictionaries have no public reader, and `lr_scheduler` patches `step` to count calls.
     """
+    step = vars(optimizer).get("step")
+    if step is not None:
+        inner = inspect.unwrap(step) if hasattr(step, "_wrapped_by_lr_sched") else step
+        if inner is not inspect.unwrap(type(optimizer).step):
+            return Refusal("optimizer.step was replaced")
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -46,9 +57,9 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
 
 @dataclass
 class _Slot:
-    """Parameters of one group that are updated together."""
+    """Parameters of one group, by its index, that are updated together."""
 
-    group: dict[str, Any]
+    group: int
     params: list[torch.nn.Parameter]
     state: dict[str, list[torch.Tensor]]
     steps: list[torch.Tensor]
@@ -112,7 +123,7 @@ class Binding:
         self._optimizer = optimizer
         self._found_inf = found_inf
         self.params = tuple(params)
-        self.style: Style = _style(self.params, composed)
+        self.style: Style = self._choose_style(composed)
         if found_inf is not None and self.style == "composed":
             raise RefusedError(
                 Refusal(
@@ -158,7 +169,10 @@ class Binding:
         found_inf = None if self._found_inf is None else stand_in[id(self._found_inf)]
         steps = list({id(step): stand_in[id(step)] for slot in self._slots for step in slot.steps}.values())
         if steps:
-            torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+            if found_inf is None:
+                torch._foreach_add_(steps, 1)
+            else:  # torch._foreach_add_ would take the tensor for a number, and read it on the host
+                torch.ops.aten._foreach_add_.Tensor(steps, 1 - found_inf)
         for slot in self._slots:
             self._update_slot(slot, stand_in, gradient, found_inf)
 
@@ -183,8 +197,7 @@ class Binding:
 
     def advance(self, skipped: bool = False) -> None:
         """What `optimizer.step()` does on the host: counts, and tells schedulers and autograd that it ran."""
-        # torch.optim.lr_scheduler reads this, to warn of a missing step().
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        note_step(self._optimizer)
         if skipped:
             return
         if self._host_steps:
@@ -197,16 +210,44 @@ class Binding:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
         return bool(self._host_steps)
 
+    def _choose_style(self, composed: bool) -> Style:
+        fused = all(param.dtype in self._rule.fused_dtypes(param.device.type) for param in self.params)
+        if fused and not composed and self._is_uniform():
+            return "fused"
+        dtypes = {param.dtype for param in self.params}
+        if dtypes <= set(_COMPOSED_DTYPES):
+            return "composed"
+        raise RefusedError(
+            Refusal(f"there is no captured update for parameters of {', '.join(sorted(map(str, dtypes)))}")
+        )
+
+    def _is_uniform(self) -> bool:
+        """Whether parameters are dense and their state is laid out like them, as the fused updates take for granted."""
+        for group in self._optimizer.param_groups:
+            names = self._rule.state_names(group)
+            for param in group["params"]:
+                if not same_layout(torch.empty_like(param, device="meta"), param):
+                    return False
+                state = self._optimizer.state.get(param, {})
+                tensors = [state[name] for name in names if isinstance(state.get(name), torch.Tensor)]
+                if not all(same_layout(tensor, param) for tensor in tensors):
+                    return False
+        return True
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups as they are now: `load_state_dict` replaces their dictionaries."""
+        return self._optimizer.param_groups
+
     def _make_slots(self) -> list[_Slot]:
         wanted = {id(param) for param in self.params}
         slots = []
-        for group in self._optimizer.param_groups:
+        for index, group in enumerate(self._groups()):
             params = [param for param in group["params"] if id(param) in wanted]
             names = self._rule.state_names(group)
             state = {name: [self._state(param, name) for param in params] for name in names}
             steps = [self._step(param) for param in params] if self._rule.has_step else []
             if params:
-                slots += self._split(_Slot(group, params, state, steps, self._make_scalars(group, params[0].device)))
+                slots += self._split(_Slot(index, params, state, steps, self._make_scalars(group, params[0].device)))
         return slots
 
     def _watch(self) -> list[tuple[torch.nn.Parameter, str, torch.Tensor, int]]:
@@ -237,9 +278,9 @@ class Binding:
     def _state(self, param: torch.nn.Parameter, name: str) -> torch.Tensor:
         value = self._optimizer.state.get(param, {}).get(name)
         if not isinstance(value, torch.Tensor):
-            raise RefusedError(
-                Refusal(f"the optimizer has no state {name!r} yet for a parameter of shape {tuple(param.shape)}")
-            )
+            shape = tuple(param.shape)
+            refusal = Refusal(f"the optimizer has no state {name!r} yet for a parameter of shape {shape}")
+            raise RefusedError(refusal, passing=True)
         return value
 
     def _step(self, param: torch.nn.Parameter) -> torch.Tensor:
@@ -271,9 +312,10 @@ class Binding:
 
     def _write_scalars(self) -> None:
         for slot in self._slots:
-            for name, value in self._numbers(slot.group).items():
+            for name, value in self._numbers(self._groups()[slot.group]).items():
                 if isinstance(value, torch.Tensor):
                     slot.scalars[name].copy_(value)
+                    slot.written.pop(name, None)
                 elif slot.written.get(name) != value:
                     slot.scalars[name].fill_(value)
                     slot.written[name] = value
@@ -291,19 +333,11 @@ class Binding:
         params, state = stand_ins(slot.params), {name: stand_ins(tensors) for name, tensors in slot.state.items()}
         grads, steps = [gradient[id(param)] for param in slot.params], stand_ins(slot.steps)
         scalars = {name: stand_in[id(scalar)] for name, scalar in slot.scalars.items()}
+        options = self._groups()[slot.group]
         if self.style == "fused":
-            self._rule.fused(params, grads, state, steps, scalars["lr"], slot.group, found_inf)
+            self._rule.fused(params, grads, state, steps, scalars["lr"], options, found_inf)
         else:
-            self._rule.composed(params, grads, state, steps[0] if steps else None, scalars, slot.group)
-
-
-def _style(params: Sequence[torch.nn.Parameter], composed: bool) -> Style:
-    dtypes = {param.dtype for param in params}
-    if not composed and dtypes <= set(_FUSED_DTYPES) and all(param.device.type in ("cpu", "cuda") for param in params):
-        return "fused"
-    if dtypes <= set(_COMPOSED_DTYPES):
-        return "composed"
-    raise RefusedError(Refusal(f"there is no captured update for parameters of {', '.join(sorted(map(str, dtypes)))}"))
+            self._rule.composed(params, grads, state, steps[0] if steps else None, scalars, options)
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:

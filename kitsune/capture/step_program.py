@@ -13,6 +13,7 @@ from kitsune.capture.signature import refuse_arguments
 from kitsune.capture.state import Binding
 from kitsune.capture.trace import gradients, interpret, own_gradients, trace
 from kitsune.errors import Refusal, RefusedError
+from kitsune.graph import dataflow
 
 Phase = Literal["whole", "accumulate", "last"]
 
@@ -93,6 +94,8 @@ def trace_step(
     Raises:
         RefusedError: the step cannot be captured.
     """
+    if len(dataflow.outputs(graph.graph)) != 1:
+        raise RefusedError(Refusal("the step leaves tensors behind beside the loss, in attributes or containers"))
     known = {id(tensor) for tensor in (*spec.module.parameters(), *spec.module.buffers(), *spec.params())}
     stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
     refusal = refuse_arguments(flat)
@@ -193,7 +196,7 @@ class _StepTracer:
         if used != list(chosen):
             raise _OtherGradientsError(used)
         present = [grad for grad in grads if grad is not None]
-        return loss.detach(), own_gradients([values[place] for place in used], present, values)
+        return loss.detach(), own_gradients([values[place] for place in used], present, [*values, *scale])
 
 
 def clip(grads: list[torch.Tensor], max_norm: float) -> list[torch.Tensor]:

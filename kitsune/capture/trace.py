@@ -79,13 +79,14 @@ def own_gradients(
     taken = {storage_of(tensor) for tensor in inputs}
     owned = []
     for param, grad in zip(params, grads, strict=True):
-        if storage_of(grad) in taken or not _same_layout(grad, param) or grad.dtype != param.dtype:
+        if storage_of(grad) in taken or not same_layout(grad, param) or grad.dtype != param.dtype:
             grad = torch.empty_like(param, requires_grad=False).copy_(grad)
         taken.add(storage_of(grad))
         owned.append(grad.detach())
     return owned
 
 
-def _same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+def same_layout(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of the same sizes have the same strides, where those matter."""
     strides = zip(first.size(), first.stride(), second.stride(), strict=True)
     return all(size == 1 or one == other for size, one, other in strides)

@@ -48,6 +48,10 @@ class Rule(ABC):
     def hyperparameters(self, options: Options) -> dict[str, float]:
         """The numeric hyperparameters without the learning rate."""
 
+    def fused_dtypes(self, device_type: str) -> tuple[torch.dtype, ...]:
+        """The dtypes of parameters that the fused form takes on a kind of device."""
+        return (torch.float32, torch.bfloat16, torch.float16) if device_type in ("cpu", "cuda") else ()
+
     @abstractmethod
     def fused(
         self,
@@ -163,6 +167,10 @@ class SGDRule(Rule):
     """SGD with momentum, dampening and Nesterov's variant."""
 
     has_step = False
+
+    def fused_dtypes(self, device_type: str) -> tuple[torch.dtype, ...]:
+        # On the CPU torch's fused SGD computes wrong results in half precision (seen in torch 2.13).
+        return (torch.float32,) if device_type == "cpu" else super().fused_dtypes(device_type)
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if options["momentum"] != 0 else ()

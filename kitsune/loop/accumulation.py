@@ -25,8 +25,11 @@ class Accumulators:
         """What the coming call is."""
         if self._spec.accumulate == 1:
             return "whole"
-        if not self.sums:
-            self.sums.update({id(param): torch.zeros_like(param, requires_grad=False) for param in self._spec.params()})
+        for param in self._spec.params():
+            total = self.sums.get(id(param))
+            if total is None or not _fits(total, param):
+                self.sums[id(param)] = torch.zeros_like(param, requires_grad=False)
+                self._with_gradient.discard(id(param))
         return "last" if self._calls == self._spec.accumulate - 1 else "accumulate"
 
     def advance(self) -> None:
@@ -62,3 +65,7 @@ class Accumulators:
         """Sets the sums to zero, after an update that ran eagerly."""
         for total in self.sums.values():
             total.zero_()
+
+
+def _fits(total: torch.Tensor, param: torch.nn.Parameter) -> bool:
+    return total.shape == param.shape and total.dtype == param.dtype and total.device == param.device

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from kitsune.capture.frontend import GuardedFunction
-from kitsune.capture.split_program import SplitProgram, TensorLayout, trace_split
-from kitsune.capture.watch import ModuleWatch
+from kitsune.capture.split_program import SplitProgram, TensorLayout, trace_split, without_tangents
+from kitsune.capture.watch import refuse_surroundings
 from kitsune.config import Config
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
@@ -58,7 +58,6 @@ class SplitStep:
         self._module, self._call, self._gradients = module, call, gradients
         self._config, self._stream, self._log = config, stream, log
         self._budget = CaptureBudget()
-        self._watch = ModuleWatch(module, list(module.parameters()))
         self._guarded: GuardedFunction | None = None
         self._graphs: _Graphs | None = None
 
@@ -84,7 +83,7 @@ class SplitStep:
         except RefusedError as refused:
             self._log.add(refused)
             self.declined = refused.refusal
-            if self._graphs is None:
+            if self._graphs is None or (self._guarded is not None and self._guarded.stale):
                 self.release()
             if not refused.passing:
                 self.chooser.refuse(refused.refusal)
@@ -102,29 +101,15 @@ class SplitStep:
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._budget.spend(self.replays)
         started = time.perf_counter()
-        self._guarded = GuardedFunction(self._call, self._on_graph)
+        self._guarded = GuardedFunction(self._call, self._run)
         output = self._guarded(args, kwargs)
         self.setup_seconds += time.perf_counter() - started
         return output
 
     def _check_hooks(self) -> None:
-        refusal = self._watch.refuse()
+        refusal = refuse_surroundings()
         if refusal is not None:
             raise RefusedError(refusal, passing=True)
-        if self._watch.forward_hooks_changed():
-            self.release()
-            self._watch = ModuleWatch(self._module, list(self._module.parameters()))
-
-    def _on_graph(self, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
-        if self._guarded is not None and self._guarded.num_graphs > 1:
-            return self._decline
-        return lambda *flat: self._run(graph, flat)
-
-    def _decline(self, *_flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        self.release()
-        raise RefusedError(
-            Refusal("what the model's Python code depends on has changed since the capture"), passing=True
-        )
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._graphs is None:
@@ -146,7 +131,14 @@ class SplitStep:
         forward = Recording(
             program.forward, flat, stable=stable, config=self._config, pool=GraphPool(self._stream), log=self._log
         )
-        return _Graphs(program, forward, self._record_backward(program, forward), self._gradients)
+        again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
+        backward = self._record_backward(program, forward)
+        return _Graphs(program, forward, backward, self._gradients, again, self._refuse_backward)
+
+    def _refuse_backward(self) -> None:
+        refusal = Refusal("the backward pass is differentiated or batched (create_graph, is_grads_batched)")
+        self._log.add(refusal)
+        self.chooser.refuse(refusal)
 
     def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
         """The backward graph over the forward graph's memory; None where that keeps none between calls."""
@@ -169,16 +161,28 @@ class SplitStep:
 
 
 class _Graphs:
-    """The captured forward and backward pass of a call."""
+    """The captured forward and backward pass of a call.
+
+    `again` runs the call once more, inside autograd; None where that would differ. `on_backward_again`
+    is told when a backward pass is to be differentiated or batched, for which the captured one is no use.
+    """
 
     def __init__(
-        self, program: SplitProgram, forward: Recording, backward: Recording | None, gradients: dict[int, torch.Tensor]
+        self,
+        program: SplitProgram,
+        forward: Recording,
+        backward: Recording | None,
+        gradients: dict[int, torch.Tensor],
+        again: fx.GraphModule | None,
+        on_backward_again: Callable[[], None],
     ) -> None:
         self.program = program
         self.forward = forward
+        self.again = again
+        self._on_backward_again = on_backward_again
         self.copied_backwards = 0
         self._backward = backward
-        self._backward_in_order = InOrder(program.backward)
+        self._backwards_in_order = {frozenset[int](): InOrder(program.backward)}
         self._pending: weakref.ref[Any] | None = None
         self._static = backward.executor.static_outputs() if backward is not None else []
         gradients.update((tensor.data_ptr(), tensor) for tensor in self._static)
@@ -200,16 +204,47 @@ class _Graphs:
         layouts = self.program.tangents
         dense = [_in_layout(tangent, layout) for tangent, layout in zip(tangents, layouts, strict=True)]
         inputs = [*saved, *dense]
-        if self._backward is not None and not self._handed_out.in_use():
-            grads = list(self._backward(inputs))
+        missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
+        if self._backward is not None and not missing and not self._handed_out.in_use():
+            grads = self._backward(inputs)
         else:
-            self.copied_backwards += self._backward is not None
-            grads = list(self._backward_in_order(inputs))
-        present = {index for index, tangent in enumerate(tangents) if tangent is not None}
+            self.copied_backwards += self._backward is not None and not missing
+            grads = self._in_order(missing)(inputs)
         return [
-            grad.detach() if not needs or needs & present else None
+            None if needs and needs <= missing else grad.detach()
             for grad, needs in zip(grads, self.program.depends, strict=True)
         ]
+
+    def _in_order(self, missing: frozenset[int]) -> InOrder:
+        if missing not in self._backwards_in_order:
+            self._backwards_in_order[missing] = InOrder(without_tangents(self.program.backward, missing))
+        return self._backwards_in_order[missing]
+
+    def backward_again(
+        self, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """As `run_backward`, from the inputs of the call and by autograd: it can be differentiated and batched."""
+        self._on_backward_again()
+        if self.again is None:
+            raise KitsuneError(
+                "create_graph or is_grads_batched came after a replay that cannot be repeated (random numbers, buffers "
+                "or autocast); later calls of this model run eagerly, or use mode='eager' from the beginning"
+            )
+        with torch.enable_grad():
+            outputs = self.again(*flat)
+        roots = [output for output, needs in zip(outputs, self.program.differentiable, strict=True) if needs]
+        used = [index for index, tangent in enumerate(tangents) if tangent is not None]
+        inputs = [flat[place] for place in self.program.gradient_places]
+        weights = [tangents[index] for index in used]
+        return list(
+            torch.autograd.grad(
+                [roots[index] for index in used],
+                inputs,
+                weights,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        )
 
     def is_pending(self) -> bool:
         """Whether the saved values of the last call may still be needed by its backward pass."""
@@ -242,6 +277,7 @@ class _Replay(torch.autograd.Function):
         outputs, saved = graphs.run_forward(flat)
         ctx.graphs = graphs
         ctx.num_inputs = len(flat)
+        ctx.flat = flat if graphs.again is not None else ()
         ctx.set_materialize_grads(False)
         differentiable = graphs.program.differentiable
         ctx.mark_non_differentiable(
@@ -257,15 +293,14 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise KitsuneError(
-                "a replayed backward pass cannot be differentiated again; use mode='eager' for create_graph=True"
-            )
         saved = ctx.saved_tensors  # raises if an input was edited in place, or if the backward pass ran already
         graphs: _Graphs = ctx.graphs
         differentiable = graphs.program.differentiable
         given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
-        grads = graphs.run_backward(saved if ctx.static is None else ctx.static, given)
+        if torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given):
+            grads = graphs.backward_again(ctx.flat, given)
+        else:
+            grads = graphs.run_backward(saved if ctx.static is None else ctx.static, given)
         result: list[torch.Tensor | None] = [None] * (ctx.num_inputs + 1)
         for place, grad in zip(graphs.program.gradient_places, grads, strict=True):
             result[place + 1] = grad
@@ -278,3 +313,8 @@ def _in_layout(tangent: torch.Tensor | None, layout: TensorLayout) -> torch.Tens
     if tangent.stride() == layout.stride:
         return tangent
     return layout.empty().copy_(tangent)
+
+
+def _is_batched(tangent: torch.Tensor) -> bool:
+    functorch = torch._C._functorch  # vmap has no public test for its tensors
+    return functorch.is_batchedtensor(tangent) or functorch.is_legacy_batchedtensor(tangent)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kitsune.capture.signature import call_signature
+from kitsune.capture.state import note_step
 from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
@@ -122,9 +123,10 @@ class StepLoop:
             torch.nn.utils.clip_grad_norm_(spec.params(), spec.clip_grad_norm)
         if spec.scaler is None:
             spec.optimizer.step()
-            return
-        spec.scaler.step(spec.optimizer)
-        spec.scaler.update()
+        else:
+            spec.scaler.step(spec.optimizer)
+            spec.scaler.update()
+        note_step(spec.optimizer)
 
     def _keep_copies(self) -> None:
         for param in self._spec.params():

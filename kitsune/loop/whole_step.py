@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, trace_step
-from kitsune.capture.watch import ModuleWatch
+from kitsune.capture.watch import refuse_parameter_hooks, refuse_surroundings
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
@@ -50,10 +50,11 @@ class WholeStep:
         self._config, self._pool, self._log = config, pool, log
         self._budget = CaptureBudget()
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
-        self._watch = ModuleWatch(spec.module, spec.params())
         self._guarded: GuardedFunction | None = None
         self._program: StepProgram | None = None
         self._recording: Recording | None = None
+        self._trained: list[torch.nn.Parameter] = []
+        self._trained_ids: list[int] = []
 
     @property
     def executor(self) -> str | None:
@@ -68,7 +69,7 @@ class WholeStep:
         except RefusedError as refused:
             self._log.add(refused)
             self.declined = refused.refusal
-            if self._recording is None:
+            if self._recording is None or (self._guarded is not None and self._guarded.stale):
                 self.release()
             if not refused.passing:
                 self.chooser.refuse(refused.refusal)
@@ -82,6 +83,7 @@ class WholeStep:
         if self._recording is not None:
             self._recording.release()
         self._recording = self._program = self._guarded = None
+        self._trained = []
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         spec = self._spec
@@ -89,31 +91,18 @@ class WholeStep:
             raise RefusedError(Refusal("the optimizer has no state yet"), passing=True)
         self._budget.spend(self.replays)
         started = time.perf_counter()
-        self._guarded = GuardedFunction(self._spec.loss, self._on_graph)
+        self._guarded = GuardedFunction(self._spec.loss, self._run)
         loss: torch.Tensor = self._guarded(args, kwargs)
         self.setup_seconds += time.perf_counter() - started
         return loss
 
     def _check_hooks(self) -> None:
-        refusal = self._watch.refuse() or self._watch.refuse_parameter_hooks() or refuse_hooks(self._spec.optimizer)
+        params = self._trained or self._spec.params()
+        refusal = refuse_surroundings() or refuse_parameter_hooks(params) or refuse_hooks(self._spec.optimizer)
         if refusal is not None:
             raise RefusedError(refusal, passing=True)
-        if self._watch.forward_hooks_changed():
-            self.release()
-            self._watch = ModuleWatch(self._spec.module, self._spec.params())
 
-    def _on_graph(self, graph: fx.GraphModule) -> Callable[..., Sequence[torch.Tensor]]:
-        if self._guarded is not None and self._guarded.num_graphs > 1:
-            return self._decline
-        return lambda *flat: (self._run(graph, flat),)
-
-    def _decline(self, *_flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        self.release()
-        raise RefusedError(
-            Refusal("what the model's Python code depends on has changed since the capture"), passing=True
-        )
-
-    def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._recording is None:
             self._record(graph, flat)
         else:
@@ -130,9 +119,12 @@ class WholeStep:
         self._account(program)
         if self._phase == "accumulate":
             self._accumulators.added(program.params)
+        for param in self._trained:
+            if param.grad is not None:
+                param.grad = None
         for param, grad in zip(program.params, outputs[1:], strict=False):
             param.grad = grad
-        return outputs[0]
+        return outputs[:1]
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
@@ -145,12 +137,16 @@ class WholeStep:
             log=self._log,
         )
         self._program = program
+        self._trained = self._spec.params()
+        self._trained_ids = list(map(id, self._trained))
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         assert self._recording is not None and self._program is not None
         changed = None if self._recording.fits([*flat, *self._program.state]) else "a parameter or a buffer"
         if changed is None and self._program.binding is not None:
             changed = self._program.binding.refresh()
+        elif changed is None and self._trained_ids != list(map(id, self._spec.params())):
+            changed = "the parameters to be trained"
         if changed is None:
             return
         self._composed |= changed == CONSTANTS
