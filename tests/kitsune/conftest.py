@@ -1,5 +1,6 @@
-"""What the tests of kitsune share: one thread, and no record of torch's tracing in the reports of failures."""
+"""What the tests of kitsune share: one thread, nothing left over from test to test, and readable reports of failures."""
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -20,6 +21,22 @@ def _one_thread() -> Iterator[None]:
 def _quiet_trace() -> None:
     """torch logs every graph in full to this logger, which is costly once pytest listens."""
     logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
+
+
+@pytest.fixture(scope="session")
+def _frozen() -> Iterator[None]:
+    """Spares the many collections below the objects of torch itself."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _collected(_frozen: None) -> Iterator[None]:
+    """Optimizers of one test that wait for the collector would take their hooks away in the middle of another."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mask": (Selecting, "x[mask]"),
     "counter": (Counting, "captured a 5th time"),
     "lstm": (Recurrent, "LSTM"),
-    "cumulative batch norm": (CumulativeNorm, "num_batches_tracked"),
+    "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
 }
 
 

@@ -1,0 +1,87 @@
+"""Whatever was captured lives as long as its owner, and no longer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import kitsune
+from kitsune.capture.frontend import GuardedFunction
+from kitsune.execution.in_order import InOrder
+from tests.kitsune.training import FORMS, Training, adam, batch, net_and_adam
+
+
+def count(kind: type) -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), kind) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_dropped_train_step_frees_everything(released: bool) -> None:
+    model, optimizer = net_and_adam()
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, mode="replay")
+    for index in range(4):
+        step(*batch(index)[0])
+    if released:
+        step.release()
+    references = [weakref.ref(thing) for thing in (step, model, optimizer, model.first.weight)]
+    del step, model, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs_do_not_outlive_their_owner(form: str) -> None:
+    before = [count(kind) for kind in (GuardedFunction, InOrder, torch.fx.GraphModule)]
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer)
+    training.run(4)
+    assert count(GuardedFunction) == before[0] + 1
+    del training, model, optimizer
+    assert [count(kind) for kind in (GuardedFunction, InOrder, torch.fx.GraphModule)] == before
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_trained_again_and_again(form: str) -> None:
+    """Fifty captures in a row leave nothing behind."""
+    model, _ = net_and_adam()
+
+    def once(index: int) -> None:
+        training = Training(form, model, adam(model))
+        training.run(3, start=index)
+        assert training.status().replays >= 1
+        if training.train_step is not None:
+            training.train_step.release()
+
+    once(0)
+    before = count(torch.fx.GraphModule)
+    for index in range(5):
+        once(index)
+    assert count(torch.fx.GraphModule) <= before
+
+
+def test_a_copy_of_a_model_that_a_train_step_trains() -> None:
+    model, optimizer = net_and_adam()
+    training = Training("train_step", model, optimizer)
+    training.run(4)
+    twin = copy.deepcopy(model)
+    (x, _), _ = batch(0)
+    assert torch.equal(twin(x), model(x))
+    training.run(2, start=4)
+    assert training.status().replays == 5
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_after_dynamo_was_reset(form: str) -> None:
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer)
+    first: list[Any] = training.run(5)
+    torch._dynamo.reset()
+    assert all(isinstance(loss, float) for loss in [*first, *training.run(4, start=5)])
+    assert training.status().mode == "replay"
