@@ -1,4 +1,4 @@
-"""What the tests of kitsune share: one thread, nothing left over from test to test, and readable reports of failures."""
+"""What the tests of kitsune share: one thread, nothing left over from test to test, readable reports of failures."""
 
 import gc
 import logging

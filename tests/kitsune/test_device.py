@@ -1,0 +1,162 @@
+"""Machines that lack something: what needs it is refused with a reason, and training is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kitsune
+from kitsune import device as device_module
+from kitsune.device import refuse_bfloat16, refuse_inductor
+from tests.kitsune.training import FORMS, Net, Training, adam, compare
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], bf16: bool) -> None:
+    """A CUDA device of that kind, as far as Kitsune asks about it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Imaginary 100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+# A C++ compiler
+
+
+def test_a_compiler_on_the_path_or_in_cxx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_compiler: None) -> None:
+    refusal = refuse_inductor(CPU)
+    assert refusal is not None
+    assert "C++ compiler" in refusal.reason
+    assert "g++, clang++, c++" in refusal.reason
+    for name in ("clang++", "my-compiler"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        if name == "my-compiler":
+            (tmp_path / "clang++").unlink()
+            monkeypatch.setenv("CXX", name)
+        assert refuse_inductor(CPU) is None
+    (tmp_path / "my-compiler").unlink()
+    refusal = refuse_inductor(CPU)
+    assert refusal is not None
+    assert "my-compiler" in refusal.reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_without_a_compiler(form: str, no_compiler: None) -> None:
+    training = compare(form, compile=True, rtol=2e-6, atol=1e-7)
+    status = training.status()
+    assert status.mode == "replay"
+    assert status.executor == "in order"
+    assert any("C++ compiler" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_training_compiled(form: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net(batch_norm=True)
+        return model, adam(model, lr=0.01)
+
+    if refuse_inductor(CPU) is not None:
+        pytest.skip("there is no C++ compiler")
+    training = compare(form, build, compile=True, rtol=1e-4, atol=1e-5)
+    assert training.status().executor == "inductor"
+
+
+# Triton and old GPUs
+
+
+def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, capability=(9, 0), bf16=True)
+    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: None)
+    refusal = refuse_inductor(CUDA)
+    assert refusal is not None
+    assert "Triton, which is not installed" in refusal.reason
+    assert refusal.remedy == "pip install kitsune-torch[triton]"
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((6, 1), False), ((7, 0), True), ((8, 0), True), ((9, 0), True)])
+def test_old_gpus_compile_nothing(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fits: bool) -> None:
+    pretend(monkeypatch, capability=capability, bf16=capability >= (8, 0))
+    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: object())
+    refusal = refuse_inductor(CUDA)
+    assert (refusal is None) == fits
+    if refusal is not None:
+        assert "Imaginary 100" in refusal.reason
+
+
+# bfloat16
+
+
+def test_bfloat16_is_asked_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refuse_bfloat16(CPU) is None
+    pretend(monkeypatch, capability=(9, 0), bf16=True)
+    assert refuse_bfloat16(CUDA) is None
+    pretend(monkeypatch, capability=(7, 5), bf16=False)
+    refusal = refuse_bfloat16(CUDA)
+    assert refusal is not None
+    assert "Imaginary 100 has no bfloat16" in refusal.reason
+    assert "GradScaler" in str(refusal)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_training_without_bfloat16(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """enable_amp is not followed, the status says so, and training is that of float32."""
+    refusal = kitsune.Refusal("no bfloat16 here")
+    monkeypatch.setattr("kitsune.step.refuse_bfloat16", lambda device: refusal)
+    monkeypatch.setattr("kitsune.loop.drop_in.refuse_bfloat16", lambda device: refusal)
+    training = compare(form, enable_amp=True, reference={})
+    assert training.status().mode == "replay"
+    assert "no bfloat16 here" in training.status().refusals
+
+
+# The real machine
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_four_gigabytes(form: str) -> None:
+    """What does not fit beside a large model is not captured, and training goes on."""
+    device = torch.device("cuda")
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(4 * 2**30 / total)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(2048, 2048), nn.ReLU()))).to(device)
+        training = Training(form, model, torch.optim.Adam(model.parameters(), lr=1e-4), loss_fn=nn.functional.mse_loss)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(24576, 2048, generator=generator).to(device)
+        losses = [training.step(x, x * 0.5) for _ in range(6)]
+        assert all(bool(torch.isfinite(loss)) for loss in losses)
+        assert losses[-1] < losses[0]
+        status = training.status()
+        assert status.mode == "replay" or "memory" in status.reason, status
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_max_memory_bounds_what_capturing_uses(form: str) -> None:
+    device = torch.device("cuda")
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8)).to(device)
+    training = Training(form, model, torch.optim.SGD(model.parameters(), lr=0.01), max_memory="1MB")
+    x = torch.randn(4096, 1024, device=device)
+    y = torch.randint(8, (4096,), device=device)
+    for _ in range(4):
+        loss: Tensor = training.step(x, y)
+    assert bool(torch.isfinite(loss))
+    status = training.status()
+    assert status.mode == "eager"
+    assert "max_memory" in status.reason

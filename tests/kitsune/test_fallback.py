@@ -1,0 +1,222 @@
+"""The choice between eager and replay, as a state machine under a clock that the test sets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from kitsune import fallback
+from kitsune.errors import Refusal, RefusedError
+from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from tests.kitsune.training import FORMS, Training, net_and_adam
+
+
+class Clock:
+    """Stands in for the module `time`. Every synchronization takes `cost` seconds."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.cost = 0.0
+        self.waits = 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def synchronize(self, *_: object) -> None:
+        self.waits += 1
+        self.now += self.cost
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(fallback, "time", clock)
+    return clock
+
+
+def drive(chooser: Chooser, clock: Clock, cost: Callable[[str], float], steps: int = 40) -> list[str]:
+    """Runs steps as the chooser says; each takes what `cost` says of its kind."""
+    choices = []
+    for _ in range(steps):
+        choice = chooser.next()
+        clock.cost = cost(choice)
+        chooser.start()
+        choices.append(choice)
+        chooser.finish(choice)
+    return choices
+
+
+def test_auto_keeps_the_faster_replay(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    choices = drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 0.5)
+    assert chooser.settled
+    assert chooser.refusal is None
+    switch = choices.index("replay")
+    assert set(choices[switch:]) == {"replay"}
+    assert 2 <= switch <= 10
+    assert (chooser.eager_seconds, chooser.replay_seconds) == (2.0, 0.5)
+    assert chooser.describe() == ("replay", "replay was measured faster than eager")
+
+
+@pytest.mark.parametrize("replay", [2.0, 2.5])
+def test_auto_keeps_eager_where_replay_is_no_faster(clock: Clock, replay: float) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    choices = drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else replay)
+    assert chooser.settled
+    assert choices[-1] == "eager"
+    last = len(choices) - choices[::-1].index("replay")
+    assert set(choices[last:]) == {"eager"}
+    mode, reason = chooser.describe()
+    assert mode == "eager"
+    assert "no faster than eager" in reason
+    assert f"{replay * 1e6:.0f} us against 2000000 us" in reason
+
+
+def test_the_first_step_of_each_kind_is_not_counted(clock: Clock) -> None:
+    """It initialises libraries, or captures."""
+    seen = {"eager": 0, "replay": 0}
+
+    def cost(choice: str) -> float:
+        seen[choice] += 1
+        return 1000.0 if seen[choice] == 1 else {"eager": 2.0, "replay": 1.0}[choice]
+
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, cost)
+    assert (chooser.eager_seconds, chooser.replay_seconds) == (2.0, 1.0)
+
+
+def test_a_disturbed_step_does_not_decide(clock: Clock) -> None:
+    count = 0
+
+    def cost(choice: str) -> float:
+        nonlocal count
+        count += 1
+        return (1.0 if choice == "replay" else 2.0) * (50 if count % 3 == 0 else 1)
+
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, cost)
+    assert chooser.describe()[0] == "replay"
+
+
+def test_nothing_waits_for_the_device_once_it_is_settled(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda choice: 1.0 if choice == "replay" else 2.0)
+    waits = clock.waits
+    drive(chooser, clock, lambda choice: 1.0)
+    assert clock.waits == waits
+
+
+def test_replay_mode_takes_no_times(clock: Clock) -> None:
+    chooser = Chooser("replay", clock.synchronize)
+    assert drive(chooser, clock, lambda choice: 1.0, steps=4) == ["eager", "replay", "replay", "replay"]
+    assert clock.waits == 0
+    assert chooser.describe() == ("replay", "mode='replay' was asked for")
+
+
+def test_eager_mode(clock: Clock) -> None:
+    chooser = Chooser("eager", clock.synchronize)
+    assert set(drive(chooser, clock, lambda choice: 1.0)) == {"eager"}
+    assert clock.waits == 0
+    assert chooser.describe() == ("eager", "mode='eager' was asked for")
+
+
+def test_a_refusal_ends_the_measuring(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda choice: 1.0, steps=3)
+    chooser.refuse(Refusal("because", "here", "do that"))
+    waits = clock.waits
+    assert set(drive(chooser, clock, lambda choice: 1.0)) == {"eager"}
+    assert clock.waits == waits
+    assert chooser.describe() == ("eager", "because [here]; do that")
+
+
+def test_steps_that_fall_back_settle_nothing(clock: Clock) -> None:
+    """While every replay gives way to an eager step, waiting for the device stops too."""
+    chooser = Chooser("auto", clock.synchronize)
+    clock.cost = 1.0
+    for _ in range(50):
+        chooser.start()
+        chooser.finish("eager")
+    waits = clock.waits
+    for _ in range(10):
+        chooser.start()
+        chooser.finish("eager")
+    assert chooser.next() == "replay"
+    assert clock.waits == waits
+    assert chooser.replay_seconds is None
+    drive(chooser, clock, lambda choice: 0.5)
+    assert chooser.describe()[0] == "replay"
+
+
+def test_the_times_of_several_calls_are_shared_out(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    while not chooser.settled:
+        choice = chooser.next()
+        clock.cost = 8.0 if choice == "eager" else 4.0
+        chooser.start()
+        chooser.finish(choice, 4)
+    assert (chooser.eager_seconds, chooser.replay_seconds) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(("replay", "mode"), [(0.5, "replay"), (3.0, "eager")])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_is_timed_and_the_faster_way_stays(
+    form: str, replay: float, mode: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kitsune.loop.step_loop.synchronize", clock.synchronize)
+    monkeypatch.setattr("kitsune.loop.drop_in.synchronize", clock.synchronize)
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer, mode="auto")
+    modes = []
+    for index in range(20):
+        clock.cost = 2.0 if training.status().graphs == 0 else replay
+        training.run(1, start=index)
+        modes.append(training.status().mode)
+    status = training.status()
+    assert modes[2] == "measuring"
+    assert set(modes[14:]) == {mode} == {status.mode}
+    assert status.eager_seconds == 2.0
+    assert status.replay_seconds == replay
+    assert status.gain == 2.0 / replay
+    assert status.graphs == (1 if mode == "replay" else 0)
+    assert ("no faster" in status.reason) == (mode == "eager")
+    replays = status.replays
+    training.run(3, start=20)
+    assert training.status().replays == replays + (3 if mode == "replay" else 0)
+
+
+def test_the_budget_of_captures() -> None:
+    budget = CaptureBudget()
+    for _ in range(4):
+        budget.spend(0)
+    with pytest.raises(RefusedError, match="captured a 5th time after 0 replays"):
+        budget.spend(0)
+
+
+def test_replays_earn_further_captures() -> None:
+    budget = CaptureBudget()
+    replays = 0
+    for _ in range(30):
+        replays += 20
+        budget.spend(replays)
+    for _ in range(4):
+        budget.spend(replays)
+    with pytest.raises(RefusedError, match="after 600 replays"):
+        budget.spend(replays)
+
+
+def test_the_log_tells_each_refusal_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog("the step")
+    with caplog.at_level(logging.INFO, logger="kitsune"):
+        for _ in range(3):
+            log.add(Refusal("one"))
+            log.add(RefusedError(Refusal("two"), passing=True))
+            log.add(RefusedError(Refusal("three")))
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "the step runs as plain PyTorch: one"),
+        ("INFO", "the step ran a step as plain PyTorch: two"),
+        ("WARNING", "the step runs as plain PyTorch: three"),
+    ]
+    assert log.reasons() == ("one", "two", "three")

@@ -1,0 +1,114 @@
+"""The status: true figures, a text to read, and a form that JSON can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from kitsune.status import Status
+from tests.kitsune.training import FORMS, Training, net_and_adam
+
+FULL = Status(
+    mode="replay",
+    reason="replay was measured faster than eager",
+    covered=("forward", "loss", "backward", "update"),
+    executor="cuda graph",
+    setup_seconds=1.5,
+    eager_seconds=2e-3,
+    replay_seconds=5e-4,
+    graphs=2,
+    replays=40,
+    fallbacks=3,
+    refusals=("the first", "the second"),
+    not_in_effect=("num_streams",),
+)
+
+
+def test_derived_figures() -> None:
+    assert FULL.gain == pytest.approx(4.0)
+    assert FULL.break_even_steps == 1001
+    slower = dataclasses.replace(FULL, replay_seconds=4e-3)
+    assert slower.gain == pytest.approx(0.5)
+    assert slower.break_even_steps is None
+    unmeasured = dataclasses.replace(FULL, eager_seconds=None)
+    assert unmeasured.gain is None
+    assert unmeasured.break_even_steps is None
+
+
+def test_the_dictionary_survives_json() -> None:
+    values = FULL.as_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert set(values) == {field.name for field in dataclasses.fields(Status)} | {"gain", "break_even_steps"}
+    assert values["covered"] == ["forward", "loss", "backward", "update"]
+    assert values["gain"] == FULL.gain
+
+
+def test_the_text() -> None:
+    assert str(FULL) == "\n".join(
+        [
+            "Kitsune",
+            "  mode               replay (replay was measured faster than eager)",
+            "  covered            forward, loss, backward, update",
+            "  executor           cuda graph",
+            "  eager step         2.00 ms",
+            "  replayed step      500 us, gain 4.00x",
+            "  setup              1.50 s, pays off after 1001 steps",
+            "  graphs             2 held, 40 replays, 3 fallbacks",
+            "  refused            the first",
+            "  refused            the second",
+            "  not yet in effect  num_streams",
+        ]
+    )
+    assert "covered  nothing" in str(Status("idle", "no step has run yet"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_status_of_a_training(form: str) -> None:
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer, enable_fusion=True)
+    assert training.status().mode == "idle"
+    assert training.status().covered == ()
+    eager = 1 if form == "train_step" else 2
+    training.run(eager)
+    assert training.status().replays == 0
+    assert training.status().setup_seconds == 0.0
+    training.run(3, start=eager)
+    status = training.status()
+    assert (status.mode, status.replays, status.fallbacks, status.graphs) == ("replay", 3, 0, 1)
+    whole = ("forward", "loss", "backward", "update")
+    assert status.covered == (whole if form == "train_step" else ("forward", "backward", "update"))
+    assert status.executor == "in order"
+    assert status.setup_seconds > 0
+    assert status.refusals == ()
+    assert status.not_in_effect == ("enable_fusion",)
+    assert (status.gain, status.break_even_steps) == (None, None)
+    training.run(5, start=eager + 3)
+    assert training.status().setup_seconds == status.setup_seconds
+    json.dumps(status.as_dict())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_replay_mode_measures_nothing_and_does_not_say_so(form: str) -> None:
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer)
+    for index in range(4):
+        training.run(1, start=index)
+        assert training.status().mode != "measuring"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_covered_parts_follow_what_runs(form: str) -> None:
+    """A step that fell back covers nothing, whatever the one before did."""
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer)
+    training.run(5)
+    model.gain = 0.5
+    training.run(1, start=5)
+    status = training.status()
+    assert status.mode == "eager"
+    assert "changed since the capture" in status.reason
+    assert not {"forward", "backward"} & set(status.covered)
+    training.run(2, start=6)
+    assert training.status().mode == "replay"
