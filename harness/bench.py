@@ -9,21 +9,26 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 
 from harness import context, environment, profiles, variants
 from harness.failures import last_lines
-from harness.store import Store
+from harness.store import ResultsError, Store
 
 _ROOT = Path(__file__).resolve().parent.parent
 _REPORT = _ROOT / "report.html"
 _SCRATCH = _ROOT / ".asv"
+_LOG = _SCRATCH / "asv.log"
 _POLL_SECONDS = 0.3
+_STOP_SECONDS = 5.0
 _INTERRUPTED = 130
 _ASV_FAILURES = 2
 _ASV_MESSAGE = re.compile(r"(\[[ \d.]+%\] )?·+ (?!=|For parameters)")
@@ -41,15 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commits = last_commits(_ROOT, options.commits)
         machine = environment.write_asv_machine_file()
         _introduce(profile, machine, commits)
+        begin = datetime.now(timezone.utc).replace(microsecond=0)
         failed = _measure(profile, commits)
-        _require_results(machine, commits)
+        _require_results(machine, commits, begin)
         compared = _compare(machine)
-    except (BenchError, environment.MachineFileError, ValueError) as error:
+    except (BenchError, environment.MachineFileError, ResultsError, ValueError) as error:
         print(f"harness.bench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted. What was measured before is kept in results/.", file=sys.stderr)
         return _INTERRUPTED
+    if failed:
+        print(f"Something failed; all that asv said of it is in {_LOG}")
     if compared != 0:
         return 2
     print(_REPORT)
@@ -120,7 +128,7 @@ def _measure(profile: profiles.Name, commits: Sequence[str]) -> bool:
         BenchError: asv could not run the benchmarks at all.
     """
     _SCRATCH.mkdir(exist_ok=True)
-    listed, progress, log = _SCRATCH / "commits.txt", _SCRATCH / "progress.txt", _SCRATCH / "asv.log"
+    listed, progress = _SCRATCH / "commits.txt", _SCRATCH / "progress.txt"
     listed.write_text("\n".join(commits) + "\n", encoding="ascii")
     progress.write_text("", encoding="utf-8")
     variables = {
@@ -132,9 +140,9 @@ def _measure(profile: profiles.Name, commits: Sequence[str]) -> bool:
     command = [sys.executable, "-m", "asv", "run", f"HASHFILE:{listed}", "--show-stderr"]
     for pattern in _selection(profile):
         command += ["--bench", pattern]
-    code = _run_asv(command, variables, progress, log)
+    code = _run_asv(command, variables, progress)
     if code not in (0, _ASV_FAILURES):
-        raise BenchError(f"asv ended with exit code {code}:\n{last_lines(log.read_text(encoding='utf-8'))}")
+        raise BenchError(f"asv ended with exit code {code}:\n{_last_words()}")
     return code == _ASV_FAILURES
 
 
@@ -157,14 +165,25 @@ def _compare(machine: str) -> int:
     return subprocess.run(command, cwd=_ROOT, check=False).returncode
 
 
-def _require_results(machine: str, commits: Sequence[str]) -> None:
+def _require_results(machine: str, commits: Sequence[str], since: datetime) -> None:
+    """Makes sure that there are results of this run to compare.
+
+    Raises:
+        BenchError: no commit was measured since then.
+    """
     store = Store(_ROOT / "results")
-    if machine not in store.machines() or not set(store.load(machine).commits) & set(commits):
-        log = (_SCRATCH / "asv.log").read_text(encoding="utf-8")
-        raise BenchError(f"nothing was measured; asv's last words:\n{last_lines(log)}")
+    if machine in store.machines():
+        history = store.load(machine, commits)
+        if any(run.started >= since for commit in history.commits for run in history.runs(commit)):
+            return
+    raise BenchError(f"nothing was measured; asv's last words:\n{_last_words()}")
 
 
-def _run_asv(command: Sequence[str], variables: dict[str, str], progress: Path, log: Path) -> int:
+def _last_words() -> str:
+    return last_lines(_LOG.read_text(encoding="utf-8"))
+
+
+def _run_asv(command: Sequence[str], variables: dict[str, str], progress: Path) -> int:
     """Runs asv in the root. Its messages and the progress file's lines appear as they come; the log keeps all."""
     process = subprocess.Popen(
         command,
@@ -175,7 +194,7 @@ def _run_asv(command: Sequence[str], variables: dict[str, str], progress: Path, 
         encoding="utf-8",
         errors="replace",
     )
-    reader = threading.Thread(target=_copy_messages, args=(process, log), daemon=True)
+    reader = threading.Thread(target=_copy_messages, args=(process,), daemon=True)
     reader.start()
     position = 0
     try:
@@ -183,17 +202,27 @@ def _run_asv(command: Sequence[str], variables: dict[str, str], progress: Path, 
             time.sleep(_POLL_SECONDS)
             position = _show_new_lines(progress, position)
     except KeyboardInterrupt:
-        process.wait()  # the same key interrupted it, and it stops what it has started
+        _stop(process)
         raise
     reader.join()
     _show_new_lines(progress, position)
     return process.returncode
 
 
-def _copy_messages(process: subprocess.Popen[str], log: Path) -> None:
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Ends asv, which then ends what it has started. A key that interrupts this process interrupts asv as well."""
+    for number in (None, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            process.send_signal(number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+            return
+
+
+def _copy_messages(process: subprocess.Popen[str]) -> None:
     """Shows asv's messages but not its tables, which have a row for every variant of every case there is."""
     assert process.stdout is not None
-    with log.open("w", encoding="utf-8") as file:
+    with _LOG.open("w", encoding="utf-8") as file:
         for line in process.stdout:
             file.write(line)
             file.flush()

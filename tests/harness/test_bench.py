@@ -1,15 +1,18 @@
 """The command behind `make bench`: which commits, which benchmarks, which exit code."""
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from harness import bench, profiles, variants
 from harness.benchmarks.training import Training
+from harness.store import Store
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -87,17 +90,18 @@ def test_asv_s_messages_are_shown_and_its_tables_are_not(line: str, shown: bool)
 def asv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Replaces asv by a Python program of the test's, and what follows it by nothing."""
     monkeypatch.setattr(bench, "_SCRATCH", tmp_path)
+    monkeypatch.setattr(bench, "_LOG", tmp_path / "asv.log")
     monkeypatch.setattr(bench.environment, "write_asv_machine_file", lambda: "here")
     monkeypatch.setattr(bench, "last_commits", lambda root, count: ("a" * 40,))
     monkeypatch.setattr(bench, "_introduce", lambda profile, machine, commits: None)
-    monkeypatch.setattr(bench, "_require_results", lambda machine, commits: None)
+    monkeypatch.setattr(bench, "_require_results", lambda machine, commits, since: None)
     monkeypatch.setattr(bench, "_compare", lambda machine: 0)
 
     def replace(program: str) -> None:
         run_asv = bench._run_asv
 
-        def run(command: Sequence[str], variables: dict[str, str], progress: Path, log: Path) -> int:
-            return run_asv([sys.executable, "-c", program], variables, progress, log)
+        def run(command: Sequence[str], variables: dict[str, str], progress: Path) -> int:
+            return run_asv([sys.executable, "-c", program], variables, progress)
 
         monkeypatch.setattr(bench, "_run_asv", run)
 
@@ -147,7 +151,7 @@ def test_a_comparison_that_cannot_be_formed_is_exit_code_2(
 def test_a_run_without_results_is_exit_code_2(
     asv: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def nothing(machine: str, commits: Sequence[str]) -> None:
+    def nothing(machine: str, commits: Sequence[str], since: datetime) -> None:
         raise bench.BenchError("nothing was measured")
 
     asv("pass")
@@ -156,16 +160,60 @@ def test_a_run_without_results_is_exit_code_2(
     assert "nothing was measured" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_exit_code_130(
-    asv: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(progress: Path, position: int) -> int:
-        raise KeyboardInterrupt
+def test_only_results_of_this_run_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, now = "a" * 40, datetime.now(timezone.utc)
+    monkeypatch.setattr(bench, "_ROOT", tmp_path)
+    monkeypatch.setattr(bench, "_LOG", tmp_path / "asv.log")
+    (tmp_path / "asv.log").write_text("asv gave up\n")
+    with pytest.raises(bench.BenchError, match="asv gave up"):
+        bench._require_results("here", [commit], now)
+    Store(tmp_path / "results").append(
+        "here",
+        commit,
+        [
+            {
+                "kind": "run",
+                "run": "it",
+                "commit": commit,
+                "started": now.isoformat(),
+                "facts": {},
+                "kitsune_file": None,
+                "harness_file": None,
+                "profile": "quick",
+            }
+        ],
+    )
+    bench._require_results("here", [commit], now)
+    with pytest.raises(bench.BenchError, match="nothing was measured"):
+        bench._require_results("here", [commit], now + timedelta(seconds=1))
+    with pytest.raises(bench.BenchError, match="nothing was measured"):
+        bench._require_results("here", ["b" * 40], now)
 
-    asv("pass")
-    monkeypatch.setattr(bench, "_show_new_lines", interrupted)
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_an_interrupt_ends_asv_and_is_exit_code_130(
+    asv: Callable[[str], None],
+    obeys: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(progress: Path, position: int) -> int:
+        if (tmp_path / "pid").exists():
+            raise KeyboardInterrupt
+        return position
+
+    monkeypatch.setattr(bench, "_show_new_lines", interrupt)
+    monkeypatch.setattr(bench, "_STOP_SECONDS", 0.5)
+    ignore = "" if obeys else "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)];"
+    write = (
+        f"path = {str(tmp_path / 'pid')!r}; open(path + '-', 'w').write(str(os.getpid())); os.rename(path + '-', path);"
+    )
+    asv(f"import os, signal, time; {ignore} {write} time.sleep(600)")
     assert bench.main([]) == 130
     assert "kept" in capsys.readouterr().err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
