@@ -1,5 +1,8 @@
 """A small repository with this checkout's harness and models, in which asv can run in seconds."""
 
+from __future__ import annotations
+
+import copy
 import os
 import shutil
 import subprocess
@@ -73,6 +76,13 @@ class Checkout:
             profiles.write(_SMALL)
         (self.root / ".gitignore").write_text(".asv/\nresults/\n__pycache__/\n")
         self.git("init", "--quiet", "--initial-branch=main")
+
+    def clone(self, folder: Path, *options: str) -> Checkout:
+        """A clone of this repository below another folder, made with these options of ``git clone``."""
+        clone = copy.copy(self)
+        clone.root = folder / "clone"
+        self.git("clone", "--quiet", *options, f"file://{self.root}", str(clone.root))
+        return clone
 
     def git(self, *arguments: str) -> str:
         """The output of a git command."""

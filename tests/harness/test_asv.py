@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.store import Store
+from harness.store import History, Store
 from tests.harness.checkout import KITSUNE, Checkout
 
 NEWEST = KITSUNE.replace("a stand-in", "the newest")
@@ -45,8 +45,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured(tmp_path_factory.mktemp("asv"))
 
 
-def variants_of(measured: Measured, commit: str) -> set[str]:
-    return {variant for entry in measured.history.rounds(commit) for variant in entry.blocks}
+def timed(history: History, commit: str) -> set[str]:
+    return {variant for entry in history.rounds(commit) for variant in entry.blocks}
 
 
 def test_asv_reports_the_failing_variant_and_only_it(measured: Measured) -> None:
@@ -61,10 +61,10 @@ def test_every_commit_is_measured_with_its_own_kitsune(measured: Measured) -> No
     assert measured.history.damage == ()
     assert set(measured.history.commits) == {measured.without, measured.unimportable, measured.raising, measured.newest}
     eager, dropin, trainstep = "eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"
-    assert variants_of(measured, measured.without) == {eager}
-    assert variants_of(measured, measured.unimportable) == {eager}
-    assert variants_of(measured, measured.raising) == {eager, dropin}
-    assert variants_of(measured, measured.newest) == {eager, dropin, trainstep}
+    assert timed(measured.history, measured.without) == {eager}
+    assert timed(measured.history, measured.unimportable) == {eager}
+    assert timed(measured.history, measured.raising) == {eager, dropin}
+    assert timed(measured.history, measured.newest) == {eager, dropin, trainstep}
 
 
 def test_why_kitsune_was_not_measured_is_kept(measured: Measured) -> None:
@@ -135,3 +135,17 @@ def test_asv_can_publish_what_was_measured(measured: Measured) -> None:
 def test_other_machines_stay_known_to_asv(measured: Measured) -> None:
     home = measured.checkout.root.parent / "home"
     assert "test-machine" in json.loads((home / ".asv-machine.json").read_text())
+
+
+def test_one_command_measures_a_shallow_clone_and_writes_the_report(measured: Measured, tmp_path: Path) -> None:
+    clone = measured.checkout.clone(tmp_path, "--depth=1")
+    done = clone.run("-m", "harness.bench", CXX="no-such-compiler")  # so that nothing is compiled
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert f"  {measured.newest[:7]} newest" in lines
+    assert any(line.startswith(f"{measured.newest[:8]}   1/") for line in lines)
+    assert lines[-1] == str(clone.root / "report.html")
+    assert (clone.root / "report.html").stat().st_size > 0
+    history = Store(clone.root / "results").load("test-machine")
+    assert history.commits == (measured.newest,)
+    assert timed(history, measured.newest) == {"eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"}
