@@ -23,8 +23,8 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 class Config:
     """Options of `TrainStep` and `KitsuneOptimizer`.
 
-    A field that is not given takes the environment variable `KITSUNE_<FIELD>` (for example
-    `KITSUNE_MODE=eager`) where that is set, else its default.
+    Where `TrainStep` and `KitsuneOptimizer` get no `config`, an option that is not given takes the
+    environment variable `KITSUNE_<OPTION>` (for example `KITSUNE_MODE=eager`), else its default.
 
     Attributes:
         mode: `"auto"` replays what was captured where that is measured faster than eager on the
@@ -132,7 +132,7 @@ def _bytes(name: str, value: object) -> int | None:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
         if match is None:
             raise ConfigError(name, value, "a number of bytes, or text such as '512MB' or '2GB'")
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
     return _whole(name, value, 1, None)
 
 

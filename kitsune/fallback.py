@@ -84,6 +84,8 @@ class Chooser:
         """The mode and its reason, as a `Status` gives them."""
         if self.refusal is not None:
             return "eager", str(self.refusal)
+        if not self.settled and not self._auto:
+            return "eager", "the first step of each signature runs eagerly"
         if not self.settled:
             return "measuring", "steps of this signature are being timed, eagerly and replayed"
         if not self._auto:

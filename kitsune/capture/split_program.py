@@ -124,6 +124,8 @@ def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Par
     results = dataflow.outputs(joint.graph)
     outputs, grads = results[:num_outputs], results[num_outputs:]
     depends = _dependence(joint.graph, tangents)
+    if any(output in depends for output in outputs):
+        raise RefusedError(Refusal("the backward pass writes to an output of the model"))
     _refuse_order(joint.graph, depends)
     late = [node for node in joint.graph.nodes if node in depends and node.op == "call_function"]
     early = [node for node in joint.graph.nodes if node not in depends and node.op in ("call_function", "get_attr")]
@@ -164,14 +166,25 @@ def without_tangents(backward: fx.GraphModule, missing: frozenset[int]) -> fx.Gr
 
 
 def _dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
-    """For every node that depends on tangents: on which."""
+    """For every node that depends on tangents, through data or through memory that such a node writes: on which."""
     depends = {tangent: frozenset([index]) for index, tangent in enumerate(tangents)}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        union = frozenset[int]().union(*(depends.get(argument, frozenset()) for argument in node.all_input_nodes))
-        if union:
+    written: dict[int, frozenset[int]] = {}
+    known = -1
+    while known < sum(map(len, depends.values())):
+        known = sum(map(len, depends.values()))
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            union = depends.get(node, frozenset()).union(
+                *(depends.get(argument, frozenset()) for argument in node.all_input_nodes),
+                *(written.get(storage, frozenset()) for storage in dataflow.storages(node)),
+            )
+            if not union:
+                continue
             depends[node] = union
+            for target in dataflow.written(node):
+                for storage in dataflow.storages(target):
+                    written[storage] = written.get(storage, frozenset()) | union
     return depends
 
 

@@ -38,6 +38,13 @@ def refuse_surroundings() -> Refusal | None:
     return refuse_dynamo()
 
 
+def refuse_backward_hooks(module: torch.nn.Module) -> Refusal | None:
+    """None if no part of `module` has a backward hook. Dynamo refuses them, too; but they may go again."""
+    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+        return Refusal("a module has backward hooks, which a replay would not run")
+    return None
+
+
 def refuse_parameter_hooks(params: Iterable[torch.Tensor]) -> Refusal | None:
     """None if no parameter has a hook. A replay that hands gradients to autograd runs them; others do not."""
     for param in params:

@@ -12,8 +12,6 @@ from torch import fx
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
 
-_WARM_UP_RUNS = 2
-
 
 class CudaGraph:
     """Records the operators of a graph into a CUDA graph once, and replays it.
@@ -60,11 +58,14 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
         recording = torch.cuda.graph(self._graph, pool=pool.enter(), stream=stream, capture_error_mode="thread_local")
+        current = torch.cuda.current_stream(device)
         try:
-            with torch.cuda.device(device), _no_garbage_collection(), recording:
+            with torch.cuda.device(device), _no_garbage_collection(), _own_workspaces(), recording:
                 self._outputs = run(self._inputs)
         except BaseException:
             pool.leave()
+            torch.cuda.set_stream(current)  # torch.cuda.graph does not, where ending the recording failed
+            _mend_generator(device)
             raise
         self._static = [self._inputs[position] for position in self._copied]
         self._inputs.clear()
@@ -100,10 +101,29 @@ def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int],
         inputs[position] = _static_copy(inputs[position])
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
-        for _ in range(_WARM_UP_RUNS):
-            outputs = run(inputs)
+        run(inputs)
+        outputs = _rehearse(run, inputs)
     torch.cuda.synchronize(device)
     return outputs
+
+
+def _rehearse(run: InOrder, inputs: list[torch.Tensor]) -> Outputs:
+    """Runs with host synchronization forbidden, as in a recording; there it would leave torch in disorder."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return run(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _mend_generator(device: torch.device) -> None:
+    """A recording that failed may leave the random generator in its recording state, where every eager use raises."""
+    generator = torch.cuda.default_generators[device.index]
+    try:
+        torch.empty(1, device=device).uniform_()
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 def _static_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,6 +131,21 @@ def _static_copy(tensor: torch.Tensor) -> torch.Tensor:
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     with torch.no_grad():
         return copy.copy_(tensor)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Lets cuBLAS allocate its workspaces in the graph's own memory.
+
+    A workspace from before the recording may be freed by others (torch.compile's reduce-overhead
+    mode clears them all) while the graph still writes to it. The call is private; torch's own CUDA
+    graph trees do the same.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -6,9 +6,20 @@ import operator
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from kitsune.errors import Refusal
 from kitsune.graph import dataflow
+
+# Their tags say that shapes depend on data, which is so for masks alone.
+_INDEXING = {
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+    torch.ops.aten._unsafe_index.Tensor,
+    torch.ops.aten._unsafe_index_put.default,
+}
 
 _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
 
@@ -39,7 +50,26 @@ def refuse_graph(graph: fx.Graph) -> Refusal | None:
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             return Refusal(f"the step uses several devices ({names})", source_line(node) or node.name)
+    return None if devices <= {torch.device("cpu")} else _refuse_host_values(graph)
+
+
+def _refuse_host_values(graph: fx.Graph) -> Refusal | None:
+    """None if all values on the host are constants: a graph on a device computes them once, when it is recorded."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not any(tensor.device.type == "cpu" for tensor in dataflow.tensors(node)):
+            continue
+        place = source_line(node) or str(node.target)
+        if dataflow.draws_random_numbers(node):
+            return Refusal("a random number drawn on the host would be the same at every replay", place)
+        arguments = [tensor for argument in node.all_input_nodes for tensor in dataflow.tensors(argument)]
+        if any(tensor.device.type != "cpu" for tensor in arguments):
+            return Refusal("the step copies device data to the host", place, "keep the value on the device")
     return None
+
+
+def _indices(node: fx.Node) -> list[torch.Tensor]:
+    nodes = [leaf for leaf in pytree.tree_leaves(node.args[1]) if isinstance(leaf, fx.Node)]
+    return [tensor for index in nodes for tensor in dataflow.tensors(index)]
 
 
 def _refuse_operator(node: fx.Node) -> Refusal | None:
@@ -51,6 +81,9 @@ def _refuse_operator(node: fx.Node) -> Refusal | None:
         return Refusal(f"the custom operator {target} may do anything on the host", place)
     if target in _HOST_READS:
         return Refusal("the step reads device data on the host", place, "keep the value in a tensor")
+    if target in _INDEXING:
+        masks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(node))
+        return Refusal("indexing with a mask gives a size that depends on data", place) if masks else None
     if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
         return Refusal(f"the result of {target} has a size that depends on data", place)
     return None

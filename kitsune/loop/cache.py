@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from kitsune.errors import Refusal
-from kitsune.fallback import Chooser, RefusalLog
+from kitsune.fallback import RefusalLog
+from kitsune.loop.guarded_step import GuardedStep
 
 # Signatures that hold no graph are cheap to remember, and forgetting one means timing it again.
 _REMEMBERED_PER_GRAPH = 16
 
 
-class Step(Protocol):
-    """What replays the calls of one signature. `declined` says why the latest replay could not be, if so."""
-
-    chooser: Chooser
-    setup_seconds: float
-    replays: int
-    declined: Refusal | None
-
-    @property
-    def executor(self) -> str | None: ...
-
-    def release(self) -> None: ...
-
-
-S = TypeVar("S", bound=Step)
-
-
-def describe(step: Step) -> tuple[str, str]:
-    """The mode of the latest call of `step` and its reason, as a `Status` gives them."""
-    if step.declined is not None and step.chooser.next() == "replay":
-        return "eager", str(step.declined)
-    return step.chooser.describe()
+S = TypeVar("S", bound=GuardedStep)
 
 
 class StepCache(Generic[S]):

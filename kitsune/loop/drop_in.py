@@ -16,9 +16,10 @@ from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import CaptureStream
 from kitsune.fallback import Choice, Chooser, RefusalLog
-from kitsune.loop.cache import StepCache, describe
+from kitsune.loop.cache import StepCache
+from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
-from kitsune.loop.split_step import ModuleCall, SplitStep
+from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
 
@@ -39,7 +40,7 @@ class DropInLoop:
         self._stream = CaptureStream()
         self._update = UpdateStep(optimizer, self._gradients, config=config, stream=self._stream, log=log)
         self._modules: dict[int, torch.nn.Module] = {}
-        self._calls: dict[int, ModuleCall] = {}
+        self._calls: dict[int, Call] = {}
         self._refusals: dict[int, Refusal] = {}
         self._give_back: list[Callable[[], None]] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
@@ -80,6 +81,7 @@ class DropInLoop:
             self._fallbacks += choice == "replay"
             choice = "eager"
             output = eager(args, kwargs)
+            step.watch_backward(output)
         _, earlier, count = self._iteration.get(id(step), (step, choice, 0))
         self._iteration[id(step)] = (step, choice if choice == earlier else "eager", count + 1)
         return output
@@ -148,7 +150,7 @@ class DropInLoop:
 
     def _mode(self) -> tuple[str, str]:
         if self._latest is not None:
-            return describe(self._latest)
+            return self._latest.describe()
         if self._refusals:
             return "eager", str(next(iter(self._refusals.values())))
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
@@ -169,14 +171,14 @@ class DropInLoop:
         self._log.add(refusal)
         return None
 
-    def _make(self, module: torch.nn.Module, eager: ModuleCall) -> SplitStep:
+    def _make(self, module: torch.nn.Module, eager: Call) -> SplitStep:
         chooser = Chooser(self._config.mode, lambda: synchronize(self._device()))
         return SplitStep(
             module, eager, self._gradients, config=self._config, stream=self._stream, chooser=chooser, log=self._log
         )
 
 
-def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> ModuleCall:
+def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> Call:
     if amp is None:
 
         def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

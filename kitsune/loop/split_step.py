@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.split_program import SplitProgram, TensorLayout, trace_split, without_tangents
-from kitsune.capture.watch import refuse_surroundings
 from kitsune.config import Config
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import CaptureStream, GraphPool
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
-from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
 
-ModuleCall = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
-
-class SplitStep:
+class SplitStep(GuardedStep):
     """Replays calls of one signature: a forward graph at the call, a backward graph in `backward()`.
 
     Outputs belong to the user. Gradients alias the graph's memory where the graph keeps its
@@ -43,7 +40,7 @@ class SplitStep:
     def __init__(
         self,
         module: torch.nn.Module,
-        call: ModuleCall,
+        call: Call,
         gradients: dict[int, torch.Tensor],
         *,
         config: Config,
@@ -51,20 +48,26 @@ class SplitStep:
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
-        self.chooser = chooser
-        self.setup_seconds = 0.0
-        self.replays = 0
-        self.declined: Refusal | None = None
-        self._module, self._call, self._gradients = module, call, gradients
-        self._config, self._stream, self._log = config, stream, log
-        self._budget = CaptureBudget()
-        self._guarded: GuardedFunction | None = None
+        super().__init__(module, call, config=config, chooser=chooser, log=log)
+        self._gradients, self._stream = gradients, stream
         self._graphs: _Graphs | None = None
 
     @property
     def executor(self) -> str | None:
         """What runs the captured graphs; None while there are none."""
         return None if self._graphs is None else self._graphs.forward.executor.name
+
+    def watch_backward(self, output: Any) -> None:
+        """Refuses the signature if the backward pass of an eager call is differentiated, before a replay meets that."""
+        if self.chooser.settled:
+            return
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(self._on_eager_backward)
+
+    def _on_eager_backward(self, _tangents: Any) -> None:
+        if torch.is_grad_enabled():
+            self._refuse_backward()
 
     def take_copied_backwards(self) -> int:
         """Backward passes, since this was asked last, that ran operator by operator to spare gradients still in use."""
@@ -75,41 +78,10 @@ class SplitStep:
         self._log.add(RefusedError(refusal, passing=True))
         return count
 
-    def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Calls the module: (True, its output), or (False, None) if it has to run eagerly."""
-        try:
-            self._check_hooks()
-            output = self._capture(args, kwargs) if self._guarded is None else self._guarded(args, kwargs)
-        except RefusedError as refused:
-            self._log.add(refused)
-            self.declined = refused.refusal
-            if self._graphs is None or (self._guarded is not None and self._guarded.stale):
-                self.release()
-            if not refused.passing:
-                self.chooser.refuse(refused.refusal)
-            return False, None
-        self.replays += 1
-        self.declined = None
-        return True, output
-
-    def release(self) -> None:
-        """Gives the graphs and their memory back. Backward passes that are pending keep theirs until they ran."""
+    def _drop(self) -> None:
         if self._graphs is not None:
             self._graphs.release(self._gradients)
-        self._graphs = self._guarded = None
-
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self._budget.spend(self.replays)
-        started = time.perf_counter()
-        self._guarded = GuardedFunction(self._call, self._run)
-        output = self._guarded(args, kwargs)
-        self.setup_seconds += time.perf_counter() - started
-        return output
-
-    def _check_hooks(self) -> None:
-        refusal = refuse_surroundings()
-        if refusal is not None:
-            raise RefusedError(refusal, passing=True)
+        self._graphs = None
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._graphs is None:
@@ -133,7 +105,7 @@ class SplitStep:
         )
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
         backward = self._record_backward(program, forward)
-        return _Graphs(program, forward, backward, self._gradients, again, self._refuse_backward)
+        return _Graphs(program, forward, backward, self._gradients, stable, again, self._refuse_backward)
 
     def _refuse_backward(self) -> None:
         refusal = Refusal("the backward pass is differentiated or batched (create_graph, is_grads_batched)")
@@ -173,12 +145,14 @@ class _Graphs:
         forward: Recording,
         backward: Recording | None,
         gradients: dict[int, torch.Tensor],
+        stable: Collection[int],
         again: fx.GraphModule | None,
         on_backward_again: Callable[[], None],
     ) -> None:
         self.program = program
         self.forward = forward
         self.again = again
+        self._stable = frozenset(stable)
         self._on_backward_again = on_backward_again
         self.copied_backwards = 0
         self._backward = backward
@@ -196,6 +170,19 @@ class _Graphs:
         if self.forward.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
         return outputs, values[count:]
+
+    def divide(self, flat: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The stable inputs, and the arguments, of a call that may have to be run again; none of one that cannot be."""
+        if self.again is None:
+            return [], []
+        stable = [tensor for place, tensor in enumerate(flat) if place in self._stable]
+        return stable, [tensor for place, tensor in enumerate(flat) if place not in self._stable]
+
+    def unite(self, stable: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The inputs of a call that was divided."""
+        parts = iter(stable), iter(arguments)
+        count = len(stable) + len(arguments)
+        return [next(parts[place not in self._stable]) for place in range(count)]
 
     def run_backward(
         self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
@@ -277,7 +264,8 @@ class _Replay(torch.autograd.Function):
         outputs, saved = graphs.run_forward(flat)
         ctx.graphs = graphs
         ctx.num_inputs = len(flat)
-        ctx.flat = flat if graphs.again is not None else ()
+        stable, arguments = graphs.divide(flat)
+        ctx.stable = stable
         ctx.set_materialize_grads(False)
         differentiable = graphs.program.differentiable
         ctx.mark_non_differentiable(
@@ -287,7 +275,8 @@ class _Replay(torch.autograd.Function):
         if graphs.forward.executor.keeps_outputs:
             ctx.static = saved
             saved = [saved[index] for index in graphs.program.saved_inputs]
-        ctx.save_for_backward(*saved)
+        ctx.num_saved = len(saved)
+        ctx.save_for_backward(*saved, *arguments)
         graphs.now_pending(ctx)
         return tuple(outputs)
 
@@ -297,8 +286,9 @@ class _Replay(torch.autograd.Function):
         graphs: _Graphs = ctx.graphs
         differentiable = graphs.program.differentiable
         given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
+        saved, arguments = saved[: ctx.num_saved], saved[ctx.num_saved :]
         if torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given):
-            grads = graphs.backward_again(ctx.flat, given)
+            grads = graphs.backward_again(graphs.unite(ctx.stable, arguments), given)
         else:
             grads = graphs.run_backward(saved if ctx.static is None else ctx.static, given)
         result: list[torch.Tensor | None] = [None] * (ctx.num_inputs + 1)

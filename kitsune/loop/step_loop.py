@@ -17,7 +17,7 @@ from kitsune.device import synchronize
 from kitsune.execution.graph_pool import CaptureStream, GraphPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.cache import StepCache, describe
+from kitsune.loop.cache import StepCache
 from kitsune.loop.whole_step import WholeStep
 from kitsune.status import Status
 
@@ -47,14 +47,15 @@ class StepLoop:
         step = self._latest = self._steps.get(key, partial(self._make, phase))
         choice = step.chooser.next()
         step.chooser.start()
-        loss = step.replay(args, kwargs) if choice == "replay" else None
-        if loss is None:
+        done, loss = step.replay(args, kwargs) if choice == "replay" else (False, None)
+        if not done:
             self._fallbacks += choice == "replay"
             loss = self._eager(args, kwargs, phase)
             choice = "eager"
         step.chooser.finish(choice)
         self._steps.settle(step)
         self._accumulators.advance()
+        assert isinstance(loss, torch.Tensor)
         return loss
 
     def release(self) -> None:
@@ -64,7 +65,7 @@ class StepLoop:
 
     def status(self) -> Status:
         latest = self._latest
-        mode, reason = ("idle", "no step has run yet") if latest is None else describe(latest)
+        mode, reason = ("idle", "no step has run yet") if latest is None else latest.describe()
         return Status(
             mode=mode,
             reason=reason,

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
-from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, trace_step
-from kitsune.capture.watch import refuse_parameter_hooks, refuse_surroundings
+from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
-from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
+from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.recording import Recording
 
 
-class WholeStep:
+class WholeStep(GuardedStep):
     """Replays steps of one signature and one phase of accumulation.
 
     Args:
@@ -42,15 +40,9 @@ class WholeStep:
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
-        self.chooser = chooser
-        self.setup_seconds = 0.0
-        self.replays = 0
-        self.declined: Refusal | None = None
-        self._spec, self._phase, self._accumulators = spec, phase, accumulators
-        self._config, self._pool, self._log = config, pool, log
-        self._budget = CaptureBudget()
+        super().__init__(spec.module, spec.loss, config=config, chooser=chooser, log=log)
+        self._spec, self._phase, self._accumulators, self._pool = spec, phase, accumulators, pool
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
-        self._guarded: GuardedFunction | None = None
         self._program: StepProgram | None = None
         self._recording: Recording | None = None
         self._trained: list[torch.nn.Parameter] = []
@@ -61,46 +53,21 @@ class WholeStep:
         """What runs the captured graph; None while there is none."""
         return None if self._recording is None else self._recording.executor.name
 
-    def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Runs the step and returns its loss, the caller's to keep; None if it has to run eagerly."""
-        try:
-            self._check_hooks()
-            loss = self._capture(args, kwargs) if self._guarded is None else self._guarded(args, kwargs)
-        except RefusedError as refused:
-            self._log.add(refused)
-            self.declined = refused.refusal
-            if self._recording is None or (self._guarded is not None and self._guarded.stale):
-                self.release()
-            if not refused.passing:
-                self.chooser.refuse(refused.refusal)
-            return None
-        self.replays += 1
-        self.declined = None
-        return loss
-
-    def release(self) -> None:
-        """Gives the graph and its memory back."""
+    def _drop(self) -> None:
         if self._recording is not None:
             self._recording.release()
-        self._recording = self._program = self._guarded = None
+        self._recording = self._program = None
         self._trained = []
 
-    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _refuse_call(self) -> Refusal | None:
+        hooks = refuse_parameter_hooks(self._trained or self._spec.params()) or refuse_hooks(self._spec.optimizer)
+        return hooks or super()._refuse_call()
+
+    def _refuse_capture(self) -> Refusal | None:
         spec = self._spec
         if not any(Binding.is_initialised(spec.optimizer, param) for param in spec.params()):
-            raise RefusedError(Refusal("the optimizer has no state yet"), passing=True)
-        self._budget.spend(self.replays)
-        started = time.perf_counter()
-        self._guarded = GuardedFunction(self._spec.loss, self._run)
-        loss: torch.Tensor = self._guarded(args, kwargs)
-        self.setup_seconds += time.perf_counter() - started
-        return loss
-
-    def _check_hooks(self) -> None:
-        params = self._trained or self._spec.params()
-        refusal = refuse_surroundings() or refuse_parameter_hooks(params) or refuse_hooks(self._spec.optimizer)
-        if refusal is not None:
-            raise RefusedError(refusal, passing=True)
+            return Refusal("the optimizer has no state yet")
+        return super()._refuse_capture()
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._recording is None:

@@ -1,0 +1,117 @@
+"""What steps of one signature have in common: capture at the right moment, guards, refusals."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kitsune.capture.frontend import GuardedFunction
+from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings
+from kitsune.config import Config
+from kitsune.errors import Refusal, RefusedError
+from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+
+Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+class GuardedStep(ABC):
+    """Replays the calls of a function that have one signature.
+
+    Args:
+        module: the module that the function calls.
+        call: the function; called with positional and keyword arguments.
+        config: the options.
+        chooser: decides whether calls of this signature are replayed.
+        log: told of every refusal.
+
+    Attributes:
+        declined: why the latest call could not be replayed; None if it could.
+        replays: calls that were replayed.
+        setup_seconds: time spent on captures.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, call: Call, *, config: Config, chooser: Chooser, log: RefusalLog
+    ) -> None:
+        self.chooser = chooser
+        self.declined: Refusal | None = None
+        self.replays = 0
+        self.setup_seconds = 0.0
+        self._module, self._call = module, call
+        self._config, self._log = config, log
+        self._budget = CaptureBudget()
+        self._guarded: GuardedFunction | None = None
+
+    @property
+    @abstractmethod
+    def executor(self) -> str | None:
+        """What runs the captured graph; None while there is none."""
+
+    def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        """Answers a call: (True, its result), or (False, None), with nothing done, if it has to run eagerly."""
+        try:
+            result = self._replay(args, kwargs)
+        except RefusedError as error:
+            self._decline(error)
+            return False, None
+        self.replays += 1
+        self.declined = None
+        return True, result
+
+    def describe(self) -> tuple[str, str]:
+        """The mode of the latest call and its reason, as a `Status` gives them."""
+        if self.declined is not None and self.chooser.next() == "replay":
+            return "eager", str(self.declined)
+        return self.chooser.describe()
+
+    def release(self) -> None:
+        """Gives the graph and its memory back."""
+        self._drop()
+        self._guarded = None
+
+    @abstractmethod
+    def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Replays a call whose forward pass is `graph(*flat)`, capturing it first where needed; returns its outputs."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Gives up what was captured."""
+
+    def _refuse_call(self) -> Refusal | None:
+        """None if nothing stands in the way of replaying the present call."""
+        return refuse_surroundings()
+
+    def _refuse_capture(self) -> Refusal | None:
+        """None if nothing stands in the way of capturing at the present call."""
+        return refuse_backward_hooks(self._module)
+
+    def _replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        refusal = self._refuse_call()
+        if refusal is None and self._guarded is None:
+            refusal = self._refuse_capture()
+        if refusal is not None:
+            raise RefusedError(refusal, passing=True)
+        if self._guarded is not None:
+            return self._guarded(args, kwargs)
+        self._budget.spend(self.replays)
+        started = time.perf_counter()
+        self._guarded = GuardedFunction(self._call, self._run)
+        result = self._guarded(args, kwargs)
+        self.setup_seconds += time.perf_counter() - started
+        return result
+
+    def _decline(self, error: RefusedError) -> None:
+        # Dynamo refuses backward hooks for good, but they may go again.
+        hooks = None if error.passing else refuse_backward_hooks(self._module)
+        refused = error if hooks is None else RefusedError(hooks, passing=True)
+        self._log.add(refused)
+        self.declined = refused.refusal
+        if self._guarded is not None and (self._guarded.stale or self.executor is None or hooks is not None):
+            self.release()
+        if not refused.passing:
+            self.chooser.refuse(refused.refusal)
