@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kitsune
 from kitsune import device as device_module
 from kitsune.device import refuse_bfloat16, refuse_inductor
-from tests.kitsune.training import FORMS, Net, Training, adam, compare
+from tests.kitsune.training import FORMS, Net, Training, compare, sgd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -63,8 +63,8 @@ def test_training_without_a_compiler(form: str, no_compiler: None) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_training_compiled(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Net(batch_norm=True)
-        return model, adam(model, lr=0.01)
+        model = Net(dropout=0.2)
+        return model, sgd(model)
 
     if refuse_inductor(CPU) is not None:
         pytest.skip("there is no C++ compiler")

@@ -1,0 +1,191 @@
+"""What a binding notices, writes and counts between replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
+from kitsune.errors import RefusedError
+
+
+def pair(
+    kind: type[torch.optim.Optimizer] = torch.optim.Adam, **options: Any
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Two parameters and an optimizer that has made its state."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.full((2, 2), 2.0))]
+    optimizer = kind(params, **{"lr": 0.1, **options})  # type: ignore[call-arg]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return params, optimizer
+
+
+def test_nothing_changed() -> None:
+    params, optimizer = pair()
+    assert Binding(optimizer, params).refresh() is None
+
+
+def test_a_fused_binding_asks_for_the_composed_form_when_a_constant_moves() -> None:
+    params, optimizer = pair()
+    binding = Binding(optimizer, params)
+    for name, value in (("betas", (0.5, 0.6)), ("eps", 0.1), ("weight_decay", 0.2)):
+        before = optimizer.param_groups[0][name]
+        optimizer.param_groups[0][name] = value
+        assert binding.refresh() == CONSTANTS
+        optimizer.param_groups[0][name] = before
+        assert binding.refresh() is None
+
+
+def test_a_composed_binding_follows_numbers_but_not_flags() -> None:
+    params, optimizer = pair(weight_decay=0.1)
+    binding = Binding(optimizer, params, composed=True)
+    optimizer.param_groups[0].update(betas=(0.5, 0.6), eps=0.1, weight_decay=0.2, lr=3.0)
+    assert binding.refresh() is None
+    for name, value in (("weight_decay", 0.0), ("maximize", True), ("amsgrad", True)):
+        before = optimizer.param_groups[0][name]
+        optimizer.param_groups[0][name] = value
+        assert binding.refresh() is not None, name
+        optimizer.param_groups[0][name] = before
+
+
+def add_group(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def reorder(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def replace_moment(optimizer: torch.optim.Optimizer) -> None:
+    state = next(iter(optimizer.state.values()))
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def move_moment(optimizer: torch.optim.Optimizer) -> None:
+    state = next(iter(optimizer.state.values()))
+    state["exp_avg"].data = state["exp_avg"].clone()
+
+
+def drop_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def replace_step(optimizer: torch.optim.Optimizer) -> None:
+    next(iter(optimizer.state.values()))["step"] = torch.tensor(5.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (add_group, "parameters"),
+        (reorder, "parameters"),
+        (replace_moment, "state"),
+        (move_moment, "state"),
+        (drop_state, "state"),
+        (replace_step, "state"),
+    ],
+)
+def test_what_makes_a_binding_stale(change: Callable[[torch.optim.Optimizer], None], words: str) -> None:
+    params, optimizer = pair()
+    binding = Binding(optimizer, params)
+    change(optimizer)
+    changed = binding.refresh()
+    assert changed is not None
+    assert words in changed
+
+
+def test_the_learning_rate_is_written_when_it_changed() -> None:
+    params, optimizer = pair(torch.optim.SGD)
+    binding = Binding(optimizer, params)
+    (rate,) = binding.inputs()
+    for value in (0.5, torch.tensor(0.25), 0.5, 0.0, 1e-8):
+        optimizer.param_groups[0]["lr"] = value
+        assert binding.refresh() is None
+        assert float(rate) == float(value)
+    version = rate._version
+    assert binding.refresh() is None
+    assert rate._version == version, "an unchanged number is not written again"
+
+
+def test_the_state_of_a_new_group_dictionary_is_read() -> None:
+    params, optimizer = pair(torch.optim.SGD)
+    binding = Binding(optimizer, params)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.7
+    optimizer.load_state_dict(state)
+    if binding.refresh() is None:
+        assert float(binding.inputs()[0]) == 0.7
+
+
+def test_advancing_counts_and_tells() -> None:
+    params, optimizer = pair()
+    binding = Binding(optimizer, params)
+    versions = [param._version for param in params]
+    optimizer._opt_called = False  # type: ignore[attr-defined]
+    binding.advance()
+    assert optimizer._opt_called  # type: ignore[attr-defined]
+    assert [param._version for param in params] == [version + 1 for version in versions]
+
+
+def test_inputs_are_listed_once_and_in_order() -> None:
+    params, optimizer = pair(amsgrad=True)
+    binding = Binding(optimizer, params)
+    inputs = binding.inputs()
+    assert len({id(tensor) for tensor in inputs}) == len(inputs) == 2 * 4 + 1
+    assert [id(tensor) for tensor in binding.inputs()] == [id(tensor) for tensor in inputs]
+
+
+def test_a_parameter_without_state_is_no_reason_to_give_up() -> None:
+    params, optimizer = pair()
+    late = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})
+    assert not Binding.is_initialised(optimizer, late)
+    assert Binding.is_initialised(optimizer, params[0])
+    with pytest.raises(RefusedError, match="no state 'exp_avg' yet") as caught:
+        Binding(optimizer, [*params, late])
+    assert caught.value.passing
+
+
+def test_parameters_in_another_layout_than_their_state_are_composed() -> None:
+    """The fused operators pair elements by their place in memory."""
+    param = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    optimizer = torch.optim.Adam([param], lr=0.1)
+    param.grad = torch.ones(2, 3)
+    optimizer.step()
+    param.data = param.data.t().contiguous().t()
+    assert Binding(optimizer, [param]).style == "composed"
+
+
+def test_complex_parameters_are_refused() -> None:
+    param = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RefusedError, match=r"no captured update for parameters of torch\.complex64"):
+        Binding(optimizer, [param])
+
+
+def test_hooks_of_the_optimizer() -> None:
+    _, optimizer = pair()
+    assert refuse_hooks(optimizer) is None
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    refusal = refuse_hooks(optimizer)
+    assert refusal is not None
+    assert "step hooks" in refusal.reason
+    handle.remove()
+    assert refuse_hooks(optimizer) is None
+
+
+def test_a_replaced_step_method() -> None:
+    _, optimizer = pair()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert refuse_hooks(optimizer) is None, "a scheduler patches step only to count its calls"
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    refusal = refuse_hooks(optimizer)
+    assert refusal is not None
+    assert "step was replaced" in refusal.reason
