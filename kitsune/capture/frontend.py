@@ -7,6 +7,7 @@ guards hooks, and the switches that keep numbers drawn on the host from being fr
 
 from __future__ import annotations
 
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ class GuardedFunction:
         )
         self.stale = False
         self._captured = False
-        self._ran = False
+        self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
         self._compiled = torch.compile(own, backend=_backend(self), fullgraph=True, dynamic=False)
 
@@ -62,7 +63,7 @@ class GuardedFunction:
             RefusedError: Dynamo cannot express the call as one graph, or a guard has failed. The
                 function has not run.
         """
-        self._ran = False
+        self._thread.ran = False
         try:
             if self._captured:
                 result = self._compiled(*args)
@@ -71,12 +72,12 @@ class GuardedFunction:
                     result = self._compiled(*args)
         except exc.TorchDynamoException as error:
             raise RefusedError(_refusal(error)) from error
-        if not self._ran:
+        if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
 
     def _on_call(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
-        self._ran = True
+        self._thread.ran = True
         run = self._run()
         if self.stale or run is None:
             refusal = Refusal("what the model's Python code depends on has changed since the capture")

@@ -32,20 +32,31 @@ def call_signature(
 def refuse_arguments(inputs: Sequence[torch.Tensor]) -> Refusal | None:
     """None if a replay can take over copies of these arguments of a call."""
     for tensor in inputs:
-        kind = f"an argument of shape {tuple(tensor.shape)}"
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            return Refusal(f"{kind} is a {type(tensor).__name__}, a tensor subclass")
-        if tensor.layout is not torch.strided:
-            return Refusal(f"{kind} has layout {tensor.layout}")
+        refusal = _refuse_kind(tensor)
+        if refusal is not None:
+            return refusal
         if torch._debug_has_internal_overlap(tensor) == 1:
-            return Refusal(f"{kind} overlaps itself in memory", remedy="pass a contiguous copy")
+            shape = tuple(tensor.shape)
+            return Refusal(f"an argument of shape {shape} overlaps itself in memory", remedy="pass a contiguous copy")
+    return None
+
+
+def _refuse_kind(tensor: torch.Tensor) -> Refusal | None:
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return Refusal(f"an argument is a {type(tensor).__name__}, a tensor subclass")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return Refusal(f"an argument is not a dense tensor ({'nested' if tensor.is_nested else tensor.layout})")
+    if tensor.is_conj() or tensor.is_neg():
+        return Refusal(
+            "an argument is a lazily conjugated or negated view", remedy="pass x.resolve_conj().resolve_neg()"
+        )
     return None
 
 
 def _describe(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        return (value.shape, value.stride() if strided else None, value.dtype, value.device, value.requires_grad)
+        common = (type(value), value.layout, value.dtype, value.device, value.requires_grad)
+        return common if _refuse_kind(value) is not None else (*common, value.shape, value.stride())
     if isinstance(value, float):
         return (float, value, math.copysign(1.0, value))  # 0.0 == -0.0, and yet they are different inputs
     if value is None or isinstance(value, (bool, int, complex, str, bytes, torch.dtype, torch.device)):

@@ -50,7 +50,7 @@ class SplitProgram:
         tangents: layouts of the gradients of the differentiable outputs.
         gradient_places: positions of the flat inputs that get a gradient.
         depends: for each of those gradients, the indices of the tangents it depends on.
-        saved_inputs: index among the saved values → position of the flat input that it is.
+        saved_inputs: positions of the flat inputs that saved values are, or are views of.
         repeatable: whether running the call again has no effect: it draws no random numbers and
             writes to none of its inputs.
     """
@@ -61,7 +61,7 @@ class SplitProgram:
     tangents: tuple[TensorLayout, ...]
     gradient_places: tuple[int, ...]
     depends: tuple[frozenset[int], ...]
-    saved_inputs: dict[int, int]
+    saved_inputs: tuple[int, ...]
     repeatable: bool
 
 
@@ -115,7 +115,7 @@ class _Parts:
     forward: fx.GraphModule
     backward: fx.GraphModule
     depends: tuple[frozenset[int], ...]
-    saved_inputs: dict[int, int]
+    saved_inputs: tuple[int, ...]
 
 
 def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Parts:
@@ -136,8 +136,8 @@ def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Par
         node.meta[_TANGENTS] = depends.get(node, frozenset())
     forward = _extract(joint, inputs, early, [*outputs, *saved])
     backward = _extract(joint, [*saved, *tangents], late, grads)
-    position = {node: index for index, node in enumerate(inputs)}
-    saved_inputs = {index: position[node] for index, node in enumerate(saved) if node in position}
+    saved_storages = {storage for node in saved for storage in dataflow.storages(node)}
+    saved_inputs = tuple(index for index, node in enumerate(inputs) if dataflow.storages(node) & saved_storages)
     grads_depend = tuple(depends.get(grad, frozenset()) if isinstance(grad, fx.Node) else frozenset() for grad in grads)
     return _Parts(forward, backward, grads_depend, saved_inputs)
 

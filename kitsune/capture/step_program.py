@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,6 +58,9 @@ class StepProgram:
         params: the parameters that have a gradient.
         binding: the optimizer's side; None where the phase has no update.
         found_inf: 1 after a call whose update was skipped for an overflow; None without a scaler.
+        sums: the accumulators of `params` that are part of `state`; none in the phase `"whole"`.
+        scale: the scaler's tensors that are part of `state`.
+        scaling: the scaler's constants in the graph.
     """
 
     module: fx.GraphModule
@@ -65,6 +69,9 @@ class StepProgram:
     params: tuple[torch.nn.Parameter, ...]
     binding: Binding | None
     found_inf: torch.Tensor | None
+    sums: tuple[torch.Tensor, ...]
+    scale: tuple[torch.Tensor, ...]
+    scaling: tuple[float, ...]
 
 
 class _OtherGradientsError(Exception):
@@ -113,14 +120,8 @@ def trace_step(
         if not set(other.positions) <= set(chosen):
             raise RefusedError(Refusal("the optimizer has no state yet for some parameters"), passing=True) from None
         program = tracer.trace(other.positions)
-    return StepProgram(
-        program.module,
-        program.state,
-        frozenset((*stable, *range(len(flat), len(flat) + len(program.state)))),
-        program.params,
-        program.binding,
-        program.found_inf,
-    )
+    state_places = range(len(flat), len(flat) + len(program.state))
+    return dataclasses.replace(program, stable=frozenset((*stable, *state_places)))
 
 
 class _StepTracer:
@@ -178,7 +179,17 @@ class _StepTracer:
             return [loss, *kept]
 
         module = trace(step, [*flat, *state])
-        return StepProgram(module, state, frozenset(), tuple(params), binding, found_inf)
+        return StepProgram(
+            module=module,
+            state=state,
+            stable=frozenset(),
+            params=tuple(params),
+            binding=binding,
+            found_inf=found_inf,
+            sums=tuple(sums),
+            scale=tuple(scale),
+            scaling=scaling(spec.scaler),
+        )
 
     def _gradients(
         self, values: Sequence[torch.Tensor], chosen: Sequence[int], scale: Sequence[torch.Tensor]
@@ -206,6 +217,13 @@ def clip(grads: list[torch.Tensor], max_norm: float) -> list[torch.Tensor]:
     return list(torch._foreach_mul(grads, factor))
 
 
+def scaling(scaler: torch.amp.GradScaler | None) -> tuple[float, ...]:
+    """Growth factor, backoff factor and growth interval; nothing without a scaler."""
+    if scaler is None:
+        return ()
+    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+
 def scaler_tensors(scaler: torch.amp.GradScaler) -> list[torch.Tensor]:
     """The scale and the growth tracker, which have no public reader as tensors."""
     if scaler._scale is None or scaler._growth_tracker is None:
@@ -220,11 +238,5 @@ def _unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, scale: torch.Te
 
 def _update_scale(scaler: torch.amp.GradScaler | None, scale: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
     assert scaler is not None
-    torch._amp_update_scale_(
-        scale[0],
-        scale[1],
-        found_inf,
-        scaler.get_growth_factor(),
-        scaler.get_backoff_factor(),
-        scaler.get_growth_interval(),
-    )
+    growth, backoff, interval = scaling(scaler)
+    torch._amp_update_scale_(scale[0], scale[1], found_inf, growth, backoff, int(interval))

@@ -23,6 +23,9 @@ _INDEXING = {
 
 _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
 
+# Eager raises an exception that can be caught; on a GPU these would end the process's use of the device.
+_ASSERTIONS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
+
 
 def source_line(node: fx.Node) -> str | None:
     """The innermost line of the user's source that led to `node`, where tracing recorded one."""
@@ -79,6 +82,8 @@ def _refuse_operator(node: fx.Node) -> Refusal | None:
         return Refusal(f"{target} is not an ATen operator", place)
     if target.namespace != "aten":
         return Refusal(f"the custom operator {target} may do anything on the host", place)
+    if target in _ASSERTIONS:
+        return Refusal("the step asserts something of its data", place)
     if target in _HOST_READS:
         return Refusal("the step reads device data on the host", place, "keep the value in a tensor")
     if target in _INDEXING:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from kitsune.capture.step_program import Phase, StepSpec
+from kitsune.capture.trace import same_layout
 
 
 class Accumulators:
@@ -27,9 +28,11 @@ class Accumulators:
             return "whole"
         for param in self._spec.params():
             total = self.sums.get(id(param))
-            if total is None or not _fits(total, param):
+            if total is None or total.shape != param.shape:
                 self.sums[id(param)] = torch.zeros_like(param, requires_grad=False)
                 self._with_gradient.discard(id(param))
+            elif not _alike(total, param):
+                self.sums[id(param)] = torch.empty_like(param, requires_grad=False).copy_(total)
         return "last" if self._calls == self._spec.accumulate - 1 else "accumulate"
 
     def advance(self) -> None:
@@ -67,5 +70,5 @@ class Accumulators:
             total.zero_()
 
 
-def _fits(total: torch.Tensor, param: torch.nn.Parameter) -> bool:
-    return total.shape == param.shape and total.dtype == param.dtype and total.device == param.device
+def _alike(total: torch.Tensor, param: torch.nn.Parameter) -> bool:
+    return total.dtype == param.dtype and total.device == param.device and same_layout(total, param)

@@ -274,7 +274,7 @@ class _Replay(torch.autograd.Function):
         ctx.static = None
         if graphs.forward.executor.keeps_outputs:
             ctx.static = saved
-            saved = [saved[index] for index in graphs.program.saved_inputs]
+            saved = [flat[place] for place in graphs.program.saved_inputs]
         ctx.num_saved = len(saved)
         ctx.save_for_backward(*saved, *arguments)
         graphs.now_pending(ctx)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
-from kitsune.capture.step_program import Phase, StepProgram, StepSpec, trace_step
+from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
@@ -108,20 +108,37 @@ class WholeStep(GuardedStep):
         self._trained_ids = list(map(id, self._trained))
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
-        assert self._recording is not None and self._program is not None
-        changed = None if self._recording.fits([*flat, *self._program.state]) else "a parameter or a buffer"
-        if changed is None and self._program.binding is not None:
-            changed = self._program.binding.refresh()
-        elif changed is None and self._trained_ids != list(map(id, self._spec.params())):
-            changed = "the parameters to be trained"
+        changed = self._changed(flat)
         if changed is None:
             return
         self._composed |= changed == CONSTANTS
         self.release()
         raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
 
+    def _changed(self, flat: Sequence[torch.Tensor]) -> str | None:
+        """What is no longer as it was captured; None if nothing is."""
+        program, recording, scaler = self._program, self._recording, self._spec.scaler
+        assert recording is not None and program is not None
+        if not recording.fits([*flat, *program.state]):
+            return "a parameter or a buffer"
+        if scaler is not None and (
+            program.scaling != scaling(scaler) or not _same(program.scale, scaler_tensors(scaler))
+        ):
+            return "the gradient scaler"
+        sums = self._accumulators.sums
+        if program.sums and not _same(program.sums, [sums[id(param)] for param in program.params]):
+            return "the accumulated gradients"
+        if program.binding is not None:
+            return program.binding.refresh()
+        trained = list(map(id, self._spec.params()))
+        return None if trained == self._trained_ids else "the parameters to be trained"
+
     def _account(self, program: StepProgram) -> None:
         if program.binding is None:
             return
         skipped = program.found_inf is not None and program.binding.needs_skip() and bool(program.found_inf.item())
         program.binding.advance(skipped)
+
+
+def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
