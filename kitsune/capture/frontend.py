@@ -51,7 +51,7 @@ class GuardedFunction:
             function.__closure__,
         )
         self.stale = False
-        self._captured = False
+        self._graph: fx.GraphModule | None = None
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
         self._compiled = torch.compile(own, backend=_backend(self), fullgraph=True, dynamic=False)
@@ -65,7 +65,7 @@ class GuardedFunction:
         """
         self._thread.ran = False
         try:
-            if self._captured:
+            if self._graph is not None:
                 result = self._compiled(*args)
             else:
                 with _strict_capture():
@@ -76,18 +76,19 @@ class GuardedFunction:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
 
-    def _on_call(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
+    def _on_call(self, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
         self._thread.ran = True
         run = self._run()
         if self.stale or run is None:
             refusal = Refusal("what the model's Python code depends on has changed since the capture")
             raise RefusedError(refusal, passing=True)
-        return run(graph, flat)
+        assert self._graph is not None
+        return run(self._graph, flat)
 
-    def _on_capture(self) -> None:
+    def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
-        self.stale = self._captured
-        self._captured = True
+        self.stale = self._graph is not None
+        self._graph = graph
 
 
 def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[Any]]]:
@@ -97,12 +98,12 @@ def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[A
     def backend(graph: fx.GraphModule, _examples: Sequence[torch.Tensor]) -> Callable[..., Sequence[Any]]:
         owner = reference()
         assert owner is not None
-        owner._on_capture()
+        owner._on_capture(graph)
 
         def call(*flat: torch.Tensor) -> Sequence[Any]:
             owner = reference()
             assert owner is not None
-            return owner._on_call(graph, flat)
+            return owner._on_call(flat)
 
         return call
 

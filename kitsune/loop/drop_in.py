@@ -59,7 +59,7 @@ class DropInLoop:
             self._log.add(refusal)
             self._refusals[id(module)] = refusal
             return
-        device, amp = self._device(), self._amp_dtype()
+        device, amp = _device(self._optimizer), self._amp_dtype()
         self._modules[id(module)] = module
         self._calls[id(module)] = _module_call(module, device.type, amp)
         self._give_back.append(take_over(module, self))
@@ -71,7 +71,7 @@ class DropInLoop:
         eager = self._calls[id(module)]
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
-        key = (id(module), call_signature(args, kwargs, module, self._device()))
+        key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
         step = self._latest = self._steps.get(key, partial(self._make, module, eager))
         choice = step.chooser.next()
         if id(step) not in self._iteration:
@@ -158,24 +158,30 @@ class DropInLoop:
     def _params(self) -> list[torch.nn.Parameter]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
-    def _device(self) -> torch.device:
-        device: torch.device = self._params()[0].device
-        return device
-
     def _amp_dtype(self) -> torch.dtype | None:
         if not self._config.enable_amp:
             return None
-        refusal = refuse_bfloat16(self._device())
+        refusal = refuse_bfloat16(_device(self._optimizer))
         if refusal is None:
             return self._config.amp_dtype
         self._log.add(refusal)
         return None
 
     def _make(self, module: torch.nn.Module, eager: Call) -> SplitStep:
-        chooser = Chooser(self._config.mode, lambda: synchronize(self._device()))
+        # Nothing here may refer to the loop: it must die with its optimizer.
+        chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer))
         return SplitStep(
             module, eager, self._gradients, config=self._config, stream=self._stream, chooser=chooser, log=self._log
         )
+
+
+def _device(optimizer: torch.optim.Optimizer) -> torch.device:
+    device: torch.device = next(param for group in optimizer.param_groups for param in group["params"]).device
+    return device
+
+
+def _synchronize(optimizer: torch.optim.Optimizer) -> None:
+    synchronize(_device(optimizer))
 
 
 def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> Call:

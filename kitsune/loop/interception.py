@@ -37,6 +37,7 @@ class ModuleFinder:
 
     def __init__(self, params: Iterable[torch.nn.Parameter], taker: CallTaker) -> None:
         self._missing = set(map(id, params))
+        _newest_takers.update(dict.fromkeys(self._missing, taker))
         self._taker = weakref.ref(taker)
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = _PATIENCE_STEPS
@@ -75,17 +76,22 @@ def _remove(handle: RemovableHandle) -> None:
     own_global_hooks.discard(handle.id)
 
 
+_newest_takers: weakref.WeakValueDictionary[int, CallTaker] = weakref.WeakValueDictionary()
+"""By `id` of a parameter, who looked for its module last: a new optimizer over a model replaces an old one."""
+
+
 class _Interceptor:
     """Stands in for the call of one module."""
 
     def __init__(self, module: torch.nn.Module, taker: CallTaker) -> None:
         self._module = weakref.ref(module)
         self._taker = weakref.ref(taker)
+        self._param = next((id(param) for param in module.parameters() if _newest_takers.get(id(param)) is taker), 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
         assert module is not None
-        if taker is None:
+        if taker is None or _newest_takers.get(self._param) is not taker:
             module._compiled_call_impl = None
             return call_module(module, args, kwargs)
         return taker.call(module, args, kwargs)
