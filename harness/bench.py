@@ -29,6 +29,7 @@ _SCRATCH = _ROOT / ".asv"
 _LOG = _SCRATCH / "asv.log"
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 5.0
+_BUSY_LOAD = 0.7
 _INTERRUPTED = 130
 _ASV_FAILURES = 2
 _ASV_MESSAGE = re.compile(r"(\[[ \d.]+%\] )?·+ (?!=|For parameters)")
@@ -119,6 +120,12 @@ def _introduce(profile: profiles.Name, machine: str, commits: Sequence[str]) -> 
     )
     if changed.stdout:
         print("Commits are measured: your uncommitted changes in kitsune/ are not.", flush=True)
+    load = os.getloadavg()[0]
+    if load > _BUSY_LOAD:
+        print(
+            f"The load average is {load:.1f}: what else runs here makes times vary, and verdicts inconclusive.",
+            flush=True,
+        )
 
 
 def _measure(profile: profiles.Name, commits: Sequence[str]) -> bool:
