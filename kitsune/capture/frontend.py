@@ -25,6 +25,9 @@ from kitsune.errors import KitsuneError, Refusal, RefusedError
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
 
+_CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
+
+
 class GuardedFunction:
     """A Python function that runs as a flat graph, as long as Dynamo's guards hold.
 
@@ -70,6 +73,9 @@ class GuardedFunction:
             else:
                 with _strict_capture():
                     result = self._compiled(*args)
+        except exc.FailOnRecompileLimitHit as error:
+            self.stale = True
+            raise RefusedError(_CHANGED, passing=True) from error
         except exc.TorchDynamoException as error:
             raise RefusedError(_refusal(error)) from error
         if not self._thread.ran:
@@ -80,8 +86,7 @@ class GuardedFunction:
         self._thread.ran = True
         run = self._run()
         if self.stale or run is None:
-            refusal = Refusal("what the model's Python code depends on has changed since the capture")
-            raise RefusedError(refusal, passing=True)
+            raise RefusedError(_CHANGED, passing=True)
         assert self._graph is not None
         return run(self._graph, flat)
 

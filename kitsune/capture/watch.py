@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.utils._device import DeviceContext
 
 from kitsune.capture.frontend import is_compiled, refuse_dynamo
 from kitsune.errors import Refusal
@@ -31,11 +32,23 @@ def refuse_surroundings() -> Refusal | None:
         return Refusal("global module hooks are registered, which a replay would not run")
     if torch._C._len_torch_dispatch_stack() > 0:
         return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")
+    if (mode := refuse_function_modes()) is not None:
+        return mode
+    if torch.is_anomaly_enabled():
+        return Refusal("anomaly detection is on, which would not see the functions of a replay")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return Refusal("saved-tensor hooks are active (checkpointing, offloading), which a replay would bypass")
     if forward_ad._current_level >= 0:
         return Refusal("forward-mode differentiation is active, which a replay cannot follow")
     return refuse_dynamo()
+
+
+def refuse_function_modes() -> Refusal | None:
+    """None if no mode is active that would see even the attributes of tensors that Kitsune reads."""
+    modes = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
+    if any(not isinstance(mode, DeviceContext) for mode in modes):
+        return Refusal("a TorchFunctionMode is active, which would not see the functions of a replay")
+    return None
 
 
 def refuse_backward_hooks(module: torch.nn.Module) -> Refusal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -64,7 +65,10 @@ class CudaGraph:
                 self._outputs = run(self._inputs)
         except BaseException:
             pool.leave()
-            torch.cuda.set_stream(current)  # torch.cuda.graph does not, where ending the recording failed
+            with torch.cuda.device(
+                device
+            ):  # torch.cuda.graph leaves its stream behind where ending the recording failed
+                torch.cuda.set_stream(current)
             _mend_generator(device)
             raise
         self._static = [self._inputs[position] for position in self._copied]
@@ -110,20 +114,24 @@ def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int],
 def _rehearse(run: InOrder, inputs: list[torch.Tensor]) -> Outputs:
     """Runs with host synchronization forbidden, as in a recording; there it would leave torch in disorder."""
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        return run(inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _mend_generator(device: torch.device) -> None:
     """A recording that failed may leave the random generator in its recording state, where every eager use raises."""
     generator = torch.cuda.default_generators[device.index]
+    offset = generator.get_offset()
     try:
         torch.empty(1, device=device).uniform_()
     except RuntimeError:
         generator.graphsafe_set_state(generator.clone_state())
+    generator.set_offset(offset)
 
 
 def _static_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kitsune.capture.signature import call_signature
-from kitsune.capture.watch import refuse_module
+from kitsune.capture.watch import refuse_function_modes, refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal, RefusedError
@@ -70,6 +70,9 @@ class DropInLoop:
         """Answers a call of a module that was taken over."""
         eager = self._calls[id(module)]
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return eager(args, kwargs)
+        if (mode := refuse_function_modes()) is not None:
+            self._log.add(RefusedError(mode, passing=True))
             return eager(args, kwargs)
         key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
         step = self._latest = self._steps.get(key, partial(self._make, module, eager))

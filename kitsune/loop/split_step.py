@@ -276,7 +276,9 @@ class _Replay(torch.autograd.Function):
             ctx.static = saved
             saved = [flat[place] for place in graphs.program.saved_inputs]
         ctx.num_saved = len(saved)
-        ctx.save_for_backward(*saved, *arguments)
+        ctx.versions = [argument._version for argument in arguments]
+        # Eager may not need the arguments afterwards, so the user may edit them: `.data` has a version of its own.
+        ctx.save_for_backward(*saved, *(tensor if tensor.requires_grad else tensor.data for tensor in arguments))
         graphs.now_pending(ctx)
         return tuple(outputs)
 
@@ -288,6 +290,8 @@ class _Replay(torch.autograd.Function):
         given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
         saved, arguments = saved[: ctx.num_saved], saved[ctx.num_saved :]
         if torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given):
+            if [argument._version for argument in arguments] != ctx.versions:
+                raise KitsuneError("an argument of the model was edited before its backward pass had to run again")
             grads = graphs.backward_again(graphs.unite(ctx.stable, arguments), given)
         else:
             grads = graphs.run_backward(saved if ctx.static is None else ctx.static, given)
