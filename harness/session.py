@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
@@ -102,7 +103,7 @@ class Session:
         return self._measured
 
     def _origins(self) -> dict[str, str | None]:
-        """Where the code comes from, relative to the working tree.
+        """Where the code comes from.
 
         ``harness`` and ``models`` must be the working tree's; a ``kitsune`` from anywhere but the checkout does not
         count, and its variants are then skipped.
@@ -117,8 +118,8 @@ class Session:
         if origin is not None and not origin.is_relative_to(self._context.checkout.resolve()):
             origin = None
         return {
-            "kitsune_file": None if origin is None else _shown(origin, root),
-            "harness_file": _shown(Path(str(harness.__file__)).resolve(), root),
+            "kitsune_file": None if origin is None else str(origin),
+            "harness_file": str(Path(str(harness.__file__)).resolve()),
         }
 
     def _probe(self) -> Probe:
@@ -222,7 +223,6 @@ class Session:
         return tuple(task for task in tasks if self._entry(case, task.variant)["status"] == "measured")
 
     def _leave_out(self, case: Case, variant: str, status: str, reason: str) -> None:
-        reason = reason.replace(f"{self._context.root}/", "")
         precision = variants.get(variant).precision
         self._append(
             kind="skip", variant=variant, precision=precision, status=status, reason=reason, **_case_fields(case)
@@ -235,7 +235,8 @@ class Session:
         return self._measured.setdefault((case.name, variant), nothing)
 
     def _append(self, **record: object) -> None:
-        self._store.append(self._context.machine, self._context.commit, [{"run": self._run, **record}])
+        fields = {name: _portable(value, self._context.root) for name, value in record.items()}
+        self._store.append(self._context.machine, self._context.commit, [{"run": self._run, **fields}])
 
     def _progress(self, case: Case, what: str, begin: float) -> None:
         """Says what was done, to asv, which takes a silent process for hung, and to whoever watches the progress."""
@@ -268,6 +269,12 @@ def _profile_record(case: Case, task: Task, result: ProfileResult) -> dict[str, 
     }
 
 
-def _shown(path: Path, root: Path) -> str:
-    """The path as others can read it: relative to the working tree where it lies in it."""
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+def _portable(value: object, root: Path) -> object:
+    """The value as others can read it: paths in its texts are relative to the working tree where they lie in it."""
+    if isinstance(value, str):
+        return value.replace(f"{root}/", "")
+    if isinstance(value, Mapping):
+        return {name: _portable(entry, root) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_portable(entry, root) for entry in value]
+    return value

@@ -245,7 +245,10 @@ def test_a_kitsune_from_elsewhere_does_not_count(context: Context, tmp_path: Pat
 
 
 def test_records_hold_no_path_of_this_machine(context: Context) -> None:
-    run(context, Pretender())
+    status = {"mode": "eager", "refusals": [f"a branch on data [{ROOT}/models/mlp.py:3]"]}
+    result = ProfileResult(0.5, None, Peak(None, None, 1000), ((0, 2.0),), status)
+    _, history = run(context, Pretender(on_profile=lambda job: result))
+    assert history.profiles(COMMIT)[0].kitsune == {"mode": "eager", "refusals": ["a branch on data [models/mlp.py:3]"]}
     (path,) = context.results.glob("*/*.samples.jsonl")
     assert str(ROOT) not in path.read_text()
     assert all(json.loads(line)["schema"] == 1 for line in path.read_text().splitlines())
