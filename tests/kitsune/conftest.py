@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.kitsune.training import FORMS, Training, net_and_adam
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -25,7 +27,9 @@ def _quiet_trace() -> None:
 
 @pytest.fixture(scope="session")
 def _frozen() -> Iterator[None]:
-    """Spares the many collections below the objects of torch itself."""
+    """Keeps all that torch loads for a first capture out of the collections after each test."""
+    for form in FORMS:
+        Training(form, *net_and_adam()).run(3)
     gc.collect()
     gc.freeze()
     yield
