@@ -26,7 +26,7 @@ def _quiet_trace() -> None:
 
 
 @pytest.fixture(scope="session")
-def _frozen() -> Iterator[None]:
+def _frozen(_quiet_trace: None) -> Iterator[None]:
     """Keeps all that torch loads for a first capture out of the collections after each test."""
     for form in FORMS:
         Training(form, *net_and_adam()).run(3)

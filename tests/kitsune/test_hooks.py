@@ -177,3 +177,42 @@ def test_a_forward_hook_that_keeps_an_activation(form: str) -> None:
     compare(form, edit=edit, replays=0)
     for found, wanted in zip(kept[form], kept["eager"], strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_hook_on_a_module_beside_the_model() -> None:
+    """A loss module, or a teacher, that only the step's own code knows."""
+    criterion, teacher = nn.CrossEntropyLoss(), nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return criterion(model(x), y) + (model(x) - teacher(x)).square().mean()
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = forward(training.model, x, y)
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    handles: list[Any] = []
+
+    def edit(training: Training, index: int) -> None:
+        if index == 4:
+            handles.append(criterion.register_forward_hook(lambda m, a, out: out * 0.5))
+        if index == 7:
+            handles.append(teacher.register_forward_pre_hook(lambda m, a: (a[0] * 2,)))
+        if index == 9:
+            while handles:
+                handles.pop().remove()
+
+    compare("train_step", step={"forward": forward}, reference={"loop": loop}, steps=12, edit=edit, replays=5)
+
+
+def test_a_hook_on_a_parameter_that_was_unfrozen() -> None:
+    def edit(training: Training, index: int) -> None:
+        if index == 0:
+            training.model.first.requires_grad_(False)
+        if index == 4:
+            training.model.first.requires_grad_()
+            training.model.first.weight.register_hook(halved)
+
+    compare("train_step", steps=9, edit=edit, replays=3)

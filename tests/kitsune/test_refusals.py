@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,6 +121,29 @@ def test_randomness_of_the_host(form: str) -> None:
         random.seed(index)
 
     compare(form, building(HostRandom), steps=10, edit=edit, replays=0)
+
+
+OWN_GENERATOR = random.Random(3)
+
+
+class OwnGenerator(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * OWN_GENERATOR.random()
+
+
+class NumpyRandom(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(np.random.rand())
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, NumpyRandom])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_randomness_of_the_host(form: str, kind: type[nn.Module]) -> None:
+    def edit(_training: Training, index: int) -> None:
+        OWN_GENERATOR.seed(index)
+        np.random.seed(index)
+
+    compare(form, building(kind), steps=8, edit=edit, replays=0)
 
 
 class Sparse(nn.Module):

@@ -181,6 +181,38 @@ def test_kept_gradients_of_parameters_that_a_step_leaves_out() -> None:
     assert step.status().replays >= 4
 
 
+def test_a_kept_gradient_of_a_scalar_is_the_users() -> None:
+    """The gradient of a parameter that is added to the loss is the loss's own gradient, a constant of the graph."""
+
+    class Biased(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.zeros(()))
+
+    def forward(model: Biased, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(model(x), y) + model.offset
+
+    model = Biased()
+    step = kitsune.TrainStep(model, optimizer=sgd(model), forward=forward, keep_grads=True, mode="replay")
+    for index in range(6):
+        step(*batch(index)[0])
+        assert model.offset.grad is not None
+        assert model.offset.grad.item() == 1.0
+        assert model.last.weight.grad is not None
+        assert model.last.weight.grad.any()
+        model.offset.grad.zero_()
+    assert step.status().replays == 5
+
+
+def test_kept_gradients_go_with_the_next_accumulating_call() -> None:
+    model, optimizer = net_and_adam()
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, keep_grads=True, accumulate=2, mode="replay")
+    for index in range(10):
+        step(*batch(index)[0])
+        assert all((param.grad is not None) == bool(index % 2) for param in model.parameters())
+    assert step.status().replays >= 6
+
+
 @pytest.mark.parametrize("keep_grads", [False, True])
 def test_gradients_from_before_a_call_are_discarded(keep_grads: bool) -> None:
     def edit(training: Training, index: int) -> None:
