@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def single_thread() -> Iterator[None]:
     """One thread in this process and in those it starts."""
     before = torch.get_num_threads()
