@@ -127,6 +127,8 @@ class Training:
                 if isinstance(value, (Tensor, int, float)):
                     seen[f"{places.get(id(param), 'other')}.{name}"] = torch.as_tensor(value).detach().clone()
         seen["random state"] = torch.get_rng_state()
+        if next(self.model.parameters()).is_cuda:
+            seen["random state of the GPU"] = torch.cuda.get_rng_state()
         return seen
 
 

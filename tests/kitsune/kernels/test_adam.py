@@ -1,0 +1,296 @@
+"""The Adam kernel against `torch.optim` in float64: in Triton's interpreter on the CPU, and compiled on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kitsune.graph import dataflow
+from kitsune.graph.verify import refuse_graph
+from kitsune.kernels import adam
+
+SIZES = (1, 3, 1023, 1024, 1025, 0, 2500)
+STEPS = 4
+
+Launch = Callable[..., None]
+Lists = tuple[list[Tensor], ...]
+
+
+def interpreted() -> ModuleType:
+    """The kernel's module once more, for Triton's interpreter, which is chosen when a kernel is defined."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    found = importlib.util.find_spec("kitsune.kernels.adam_triton")
+    assert found is not None
+    assert found.origin is not None
+    spec = importlib.util.spec_from_file_location("interpreted_adam", found.origin)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def kernel() -> ModuleType:
+    return interpreted()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest) -> Iterator[tuple[str, Launch]]:
+    """A device, and what runs the kernel there: the launcher in the interpreter, or the operator."""
+    if request.param == "cpu":
+        yield "cpu", request.getfixturevalue("kernel").launch
+    else:
+        pytest.importorskip("triton", reason="Triton is not installed")
+        yield "cuda", adam.adam_
+
+
+def numbers(sizes: tuple[int, ...], device: str, seed: int, scale: float = 1.0) -> list[Tensor]:
+    """Normally distributed, of very different sizes from tensor to tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, generator=generator) * scale * 10.0 ** (i % 5 - 2)).to(device)
+        for i, size in enumerate(sizes)
+    ]
+
+
+def zeros(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(tensor) for tensor in tensors]
+
+
+def gradients(sizes: tuple[int, ...], device: str, step: int) -> list[Tensor]:
+    return numbers(sizes, device, 100 + step)
+
+
+class Run:
+    """Parameters and state, stepped by the kernel."""
+
+    def __init__(self, machine: tuple[str, Launch], sizes: tuple[int, ...], **options: Any) -> None:
+        self.device, self._launch = machine
+        self.params = numbers(sizes, self.device, seed=0)
+        self.state = {name: zeros(self.params) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+        if not options.pop("amsgrad", False):
+            self.state["max_exp_avg_sq"] = []
+        beta1, beta2 = options.pop("betas", (0.9, 0.999))
+        self.lr = torch.tensor(options.pop("lr", 1e-2), device=self.device)
+        self.step_count = torch.zeros((), device=self.device)
+        defaults = {"weight_decay": 0.0, "eps": 1e-8, "decoupled": False, "maximize": False}
+        self.options = {**defaults, **options, "beta1": beta1, "beta2": beta2}
+
+    def step(self, grads: list[Tensor], found_inf: Tensor | None = None) -> None:
+        self.step_count += 1
+        steps = [self.step_count] * len(self.params)
+        self._launch(self.params, grads, *self.state.values(), steps, lr=self.lr, found_inf=found_inf, **self.options)
+
+    def values(self) -> dict[str, list[Tensor]]:
+        return {"param": self.params, **{name: tensors for name, tensors in self.state.items() if tensors}}
+
+
+def by_torch(
+    sizes: tuple[int, ...], device: str, dtype: torch.dtype, kind: type[torch.optim.Optimizer], **options: Any
+) -> dict[str, list[Tensor]]:
+    params = [nn.Parameter(value.to(dtype)) for value in numbers(sizes, device, seed=0)]
+    optimizer = kind(params, foreach=True, **{"lr": 1e-2, **options})
+    for step in range(STEPS):
+        for param, grad in zip(params, gradients(sizes, device, step), strict=True):
+            param.grad = grad.to(dtype)
+        optimizer.step()
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if options.get("amsgrad") else ()))
+    state = {name: [optimizer.state[param][name] for param in params] for name in names}
+    return {"param": [param.detach() for param in params], **state}
+
+
+def by_kernel(machine: tuple[str, Launch], sizes: tuple[int, ...], **options: Any) -> dict[str, list[Tensor]]:
+    run = Run(machine, sizes, **options)
+    for step in range(STEPS):
+        run.step(gradients(sizes, run.device, step))
+    return run.values()
+
+
+def error(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest error of any tensor, in units of its largest value's last place in float32."""
+    pairs = [(one.double(), other) for one, other in zip(found, exact, strict=True) if other.numel()]
+    largest = max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
+    return largest / torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"amsgrad": True, "maximize": True},
+        {"weight_decay": 0.1, "maximize": True, "eps": 1e-3, "lr": 0.1},
+        {"betas": (0.0, 0.5)},
+        {"betas": (0.4, 0.0), "amsgrad": True, "weight_decay": 0.01},
+    ],
+    ids=str,
+)
+def test_as_accurate_as_foreach(
+    machine: tuple[str, Launch], kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    exact = by_torch(SIZES, machine[0], torch.float64, kind, **options)
+    eager = by_torch(SIZES, machine[0], torch.float32, kind, **options)
+    found = by_kernel(
+        machine, SIZES, decoupled=kind is torch.optim.AdamW, **{"weight_decay": 0.0, **defaults(kind), **options}
+    )
+    assert found.keys() == exact.keys()
+    for name, tensors in exact.items():
+        assert error(found[name], tensors) <= 2 * error(eager[name], tensors) + 1, name
+
+
+def defaults(kind: type[torch.optim.Optimizer]) -> dict[str, float]:
+    return {"weight_decay": 0.01} if kind is torch.optim.AdamW else {}
+
+
+@pytest.mark.parametrize("num_tensors", [1, 16, 17, 48])
+def test_many_tensors(machine: tuple[str, Launch], num_tensors: int) -> None:
+    sizes = tuple(1 + 37 * index % 1500 for index in range(num_tensors))
+    exact = by_torch(sizes, machine[0], torch.float64, torch.optim.Adam)
+    found = by_kernel(machine, sizes)
+    for name, tensors in exact.items():
+        assert error(found[name], tensors) < 8, name
+
+
+def test_no_tensors(machine: tuple[str, Launch]) -> None:
+    for sizes in ((), (0, 0)):
+        assert all(tensor.numel() == 0 for tensor in by_kernel(machine, sizes)["param"])
+
+
+def test_second_moments_keep_their_precision(machine: tuple[str, Launch]) -> None:
+    """What torch's fused operator misses on CUDA: it computes `1 - beta2` in float32, 5e-5 off."""
+    run = Run(machine, (5,))
+    run.step([torch.full((5,), 2.0, device=run.device)])
+    torch.testing.assert_close(run.state["exp_avg_sq"][0].cpu(), torch.full((5,), 4e-3), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 1000, 10_000_000])
+def test_bias_corrections(machine: tuple[str, Launch], count: int) -> None:
+    run = Run(machine, (4,), lr=1.0, eps=0.0)
+    run.params[0].zero_()
+    run.step_count.fill_(count - 1)
+    run.step([torch.full((4,), 3.0, device=run.device)])
+    change = -(0.1 * 3 / (1 - 0.9**count)) / (0.001 * 9 / (1 - 0.999**count)) ** 0.5
+    torch.testing.assert_close(run.params[0].double().cpu(), torch.full((4,), change).double(), rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_gradients_that_are_not_finite(machine: tuple[str, Launch], bad: float) -> None:
+    """They reach the elements to which they belong, as in torch, and no others."""
+    run, clean = Run(machine, (1025, 3), amsgrad=True), Run(machine, (1025, 3), amsgrad=True)
+    grads = gradients((1025, 3), run.device, 0)
+    clean.step(grads)
+    broken = [grad.clone() for grad in grads]
+    broken[0][[7, 1024]] = bad
+    run.step(broken)
+    for name, tensors in clean.values().items():
+        found = run.values()[name]
+        good = torch.ones(1025, dtype=torch.bool, device=run.device)
+        good[[7, 1024]] = False
+        assert torch.equal(found[0][good], tensors[0][good]), name
+        assert torch.equal(found[1], tensors[1]), name
+        assert not torch.isfinite(found[0][~good]).any(), name
+
+
+def test_found_inf(machine: tuple[str, Launch]) -> None:
+    run, plain = Run(machine, SIZES), Run(machine, SIZES)
+    grads = gradients(SIZES, run.device, 0)
+    before = [tensor.clone() for tensors in run.values().values() for tensor in tensors]
+    run.step(grads, found_inf=torch.ones((), device=run.device))
+    assert all(map(torch.equal, before, [tensor for tensors in run.values().values() for tensor in tensors]))
+    run.step_count.zero_()
+    run.step(grads, found_inf=torch.zeros((), device=run.device))
+    plain.step(grads)
+    for name, tensors in plain.values().items():
+        assert all(map(torch.equal, run.values()[name], tensors)), name
+
+
+def test_each_parameter_has_its_own_step(machine: tuple[str, Launch]) -> None:
+    both = Run(machine, (3, 3))
+    grads = gradients((3, 3), both.device, 0)
+    steps = [torch.tensor(float(count), device=both.device) for count in (1, 7)]
+    machine[1](both.params, grads, *both.state.values(), steps, lr=both.lr, **both.options)
+    for index, count in enumerate((1, 7)):
+        alone = Run(machine, (3, 3))
+        alone.step_count.fill_(count - 1)
+        alone.step(grads)
+        assert torch.equal(both.params[index], alone.params[index])
+
+
+def test_tensors_at_odd_addresses_and_in_other_orders(machine: tuple[str, Launch]) -> None:
+    run, aligned = Run(machine, (2048, 24)), Run(machine, (2048, 24))
+    grads = gradients((2048, 24), run.device, 0)
+
+    def shift(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor])[1:]
+
+    run.params[0] = shift(run.params[0])
+    tensors = [run.params, run.state["exp_avg"], run.state["exp_avg_sq"]]
+    for one in tensors:
+        one[1] = one[1].view(2, 3, 4).permute(2, 0, 1)
+    run.step([grads[0], grads[1].view(2, 3, 4).permute(2, 0, 1)])
+    aligned.step(grads)
+    assert torch.equal(run.params[0], aligned.params[0])
+    assert torch.equal(run.params[1].permute(1, 2, 0).reshape(-1), aligned.params[1])
+
+
+# The operator
+
+
+def arguments(**changes: Any) -> tuple[Lists, dict[str, Any]]:
+    params = [torch.ones(3, 2), torch.ones(4)]
+    lists: dict[str, list[Tensor]] = {
+        name: zeros(params) for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+    }
+    lists["steps"] = [torch.ones(())] * 2
+    options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "decoupled": True, "maximize": False}
+    scalars = {"lr": torch.tensor(0.1), "found_inf": torch.zeros(())}
+    merged = {**lists, **scalars, **options, **changes}
+    return tuple(merged.pop(name) for name in lists), merged
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_the_operator_is_one_node_of_a_legal_graph(amsgrad: bool) -> None:
+    lists, options = arguments(**({} if amsgrad else {"max_exp_avg_sqs": []}))
+    flat = [tensor for tensors in lists[:5] for tensor in tensors] + [lists[5][0], options["lr"], options["found_inf"]]
+
+    def update(*inputs: Tensor) -> list[Tensor]:
+        given = iter(inputs)
+        parts = [[next(given) for _ in tensors] for tensors in lists[:5]]
+        step, lr, found_inf = given
+        adam.adam_(*parts, [step, step], **{**options, "lr": lr, "found_inf": found_inf})  # type: ignore[misc]
+        return []
+
+    graph = make_fx(update, tracing_mode="fake")(*flat).graph
+    assert [node.target for node in graph.nodes if node.op == "call_function"] == [torch.ops.kitsune.adam_.default]
+    assert refuse_graph(graph) is None
+    written = set(dataflow.written_inputs(graph))
+    assert written == {0, 1, 4, 5, 6, 7, *((8, 9) if amsgrad else ())}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"grads": [torch.ones(3, 2)]}, "one tensor of grads a parameter: got 1 for 2"),
+        ({"steps": [torch.ones(())]}, "one tensor of steps a parameter: got 1 for 2"),
+        ({"grads": [torch.ones(3, 2), torch.ones(4).double()]}, "float32 tensors of one device: got torch.float64"),
+        ({"lr": torch.tensor(0.1, dtype=torch.float64)}, "got torch.float64 on cpu"),
+        ({"exp_avgs": [torch.ones(3, 2, device="meta"), torch.ones(4)]}, "got torch.float32 on meta"),
+        ({"exp_avgs": [torch.ones(2, 3), torch.ones(4)]}, r"exp_avgs laid out like the parameters: got \(2, 3\)"),
+        ({"exp_avg_sqs": [torch.ones(2, 3).t(), torch.ones(4)]}, r"strides \(1, 3\) for \(3, 2\)"),
+    ],
+)
+def test_what_the_operator_refuses(changes: dict[str, Any], problem: str) -> None:
+    lists, options = arguments(**changes)
+    with pytest.raises(ValueError, match=problem):
+        adam._check(*lists, **options)

@@ -1,0 +1,164 @@
+"""Finding the modules of a loop and taking over their calls."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from kitsune.capture.watch import own_global_hooks
+from kitsune.loop.interception import ModuleFinder, call_module, take_over
+from tests.kitsune.training import Net
+
+
+class Taker:
+    """Notes what it is told, and answers calls with twice their result."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.calls = 0
+
+    def found(self, module: nn.Module) -> None:
+        self.modules.append(module)
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.calls += 1
+        return call_module(module, args, kwargs) * 2
+
+
+def hooks() -> int:
+    return len(torch_module._global_forward_pre_hooks)
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_left_behind() -> Iterator[None]:
+    before, own = hooks(), len(own_global_hooks)
+    yield
+    gc.collect()
+    assert hooks() == before
+    assert len(own_global_hooks) == own
+
+
+X = torch.ones(2, 4)
+
+
+def test_the_outermost_module_is_found_at_its_first_call() -> None:
+    model, taker, before = nn.Sequential(Net()), Taker(), hooks()
+    finder = ModuleFinder(model[0].last.parameters(), taker)
+    assert hooks() == before + 1
+    nn.Linear(4, 4)(X)
+    assert taker.modules == []
+    model(X)
+    model(X)
+    assert taker.modules == [model]
+    assert hooks() == before, "the search ends when everything is found"
+    finder.stop()
+
+
+def test_several_modules_are_found_one_by_one() -> None:
+    first, second, taker = nn.Linear(4, 4), nn.Linear(4, 3), Taker()
+    finder = ModuleFinder([*first.parameters(), *second.parameters()], taker)
+    first(X)
+    assert taker.modules == [first]
+    second(X)
+    assert taker.modules == [first, second]
+    finder.stop()
+
+
+def test_a_part_called_first_and_the_whole_later() -> None:
+    model, taker = Net(), Taker()
+    finder = ModuleFinder(model.parameters(), taker)
+    model.first(X)
+    model(X)
+    assert taker.modules == [model.first, model]
+    finder.stop()
+
+
+def test_a_module_without_any_of_the_parameters_is_passed_over() -> None:
+    taker = Taker()
+    finder = ModuleFinder([nn.Parameter(torch.ones(1))], taker)
+    Net()(X)
+    assert taker.modules == []
+    finder.stop()
+    finder.stop()
+
+
+def test_the_search_gives_up_some_day() -> None:
+    taker, before = Taker(), hooks()
+    finder = ModuleFinder([nn.Parameter(torch.ones(1))], taker)
+    for _ in range(100):
+        finder.count_step()
+    assert hooks() == before
+
+
+def test_the_search_ends_with_its_taker() -> None:
+    taker, before = Taker(), hooks()
+    finder = ModuleFinder(Net().parameters(), taker)
+    del taker
+    gc.collect()
+    assert hooks() == before
+    finder.stop()
+
+
+def taken_over() -> tuple[nn.Module, Taker, Any]:
+    model, taker = Net(), Taker()
+    ModuleFinder(model.parameters(), taker).stop()
+    return model, taker, take_over(model, taker)
+
+
+def test_calls_are_answered_by_the_taker_until_it_gives_them_back() -> None:
+    model, taker, give_back = taken_over()
+    expected = model.forward(X)
+    assert torch.equal(model(X), expected * 2)
+    assert taker.calls == 1
+    give_back()
+    assert torch.equal(model(X), expected)
+    assert taker.calls == 1
+    assert model._compiled_call_impl is None
+    give_back()
+
+
+def test_calls_come_back_when_the_taker_is_gone() -> None:
+    model, taker, _ = taken_over()
+    expected = model.forward(X)
+    del taker
+    gc.collect()
+    assert torch.equal(model(X), expected)
+    assert model._compiled_call_impl is None
+
+
+def test_giving_back_leaves_a_later_owner_alone() -> None:
+    model, _taker, give_back = taken_over()
+    later = Taker()
+    ModuleFinder(model.parameters(), later).stop()
+    take_over(model, later)
+    give_back()
+    model(X)
+    assert later.calls == 1
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_module_is_its_own(duplicate: Any) -> None:
+    model, taker, _ = taken_over()
+    twin = duplicate(model)
+    assert twin._compiled_call_impl is None
+    assert torch.equal(twin(X), model.forward(X))
+    assert taker.calls == 0
+
+
+def test_hooks_and_forward_stay_as_they_are() -> None:
+    model, _taker, _ = taken_over()
+    assert "forward" not in vars(model)
+    seen: list[Tensor] = []
+    handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
+    model(X)
+    assert len(seen) == 1
+    handle.remove()
+    assert set(model.state_dict()) == set(Net().state_dict())
