@@ -188,10 +188,10 @@ def test_losses_are_the_users(form: str) -> None:
     assert len(set(values)) == 8
 
 
-@pytest.mark.parametrize("benchmark", [False, True])
+@pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("form", FORMS)
-def test_convolutions(form: str, layout: torch.memory_format, benchmark: bool) -> None:
+def test_convolutions(form: str, layout: torch.memory_format, search: bool) -> None:
     def kind() -> nn.Module:
         return Images().to(memory_format=layout)
 
@@ -200,7 +200,7 @@ def test_convolutions(form: str, layout: torch.memory_format, benchmark: bool) -
         return (x.contiguous(memory_format=layout), y), {}
 
     before = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = benchmark, False
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = search, False
     try:
         compare(form, building(kind, sgd), batches=batches, steps=8, rtol=1e-3, atol=1e-4)
     finally:
@@ -469,25 +469,24 @@ def little_memory() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_too_little_memory_to_capture_is_enough_to_train(form: str, little_memory: Callable[[int], None]) -> None:
-    def build() -> Training:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)).to(CUDA)
-        return Training(current, model, torch.optim.SGD(model.parameters(), lr=1e-3), loss_fn=functional.mse_loss)
+    """Warming up needs a second set of whatever is written: parameters and momentum, or gradients."""
 
-    x = torch.randn(4096, 4096, device=CUDA)
+    def losses(kind: str) -> tuple[list[float], Training]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 8192)).to(CUDA)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        training = Training(kind, model, optimizer, loss_fn=functional.mse_loss)
+        x = torch.randn(64, 8192, device=CUDA)
+        return [training.step(x, x).item() for _ in range(6)], training
+
     at_rest()
     torch.cuda.reset_peak_memory_stats()
-    current = "eager"
-    eager = build()
-    expected = [eager.step(x, x).item() for _ in range(6)]
+    expected, _ = losses("eager")
     peak = torch.cuda.max_memory_reserved()
-    del eager
     at_rest()
     little_memory(peak + 2**26)
-    current = form
-    training = build()
-    losses = [training.step(x, x).item() for _ in range(6)]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-3, atol=1e-5)
+    found, training = losses(form)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-5)
     status = training.status()
     assert status.mode == "eager"
     assert "too little device memory" in status.reason
@@ -604,7 +603,7 @@ def test_the_course_of_the_scale_over_300_steps(form: str, make: Callable[[nn.Mo
     def course(kind: str) -> tuple[list[float], Training]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)).to(CUDA)
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=11)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=25)
 
         def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
             training.optimizer.zero_grad()
@@ -631,7 +630,7 @@ def test_the_course_of_the_scale_over_300_steps(form: str, make: Callable[[nn.Mo
     scales, training = course(form)
     expected, eager = course("eager")
     assert scales == expected
-    assert len(set(scales)) > 5
+    assert len(set(scales)) > 3
     assert training.status().replays >= 295
     for param, other in zip(training.model.parameters(), eager.model.parameters(), strict=True):
         assert bool(torch.isfinite(param).all())
@@ -653,7 +652,8 @@ def test_two_trainings_take_turns() -> None:
                 losses[place] += training.run(1, cuda_batch, start=2 * index + place)
         return losses
 
-    torch.testing.assert_close(torch.tensor(run(("train_step", "drop_in"))), torch.tensor(run(("eager", "eager"))))
+    found, expected = run(("train_step", "drop_in")), run(("eager", "eager"))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
