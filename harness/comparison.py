@@ -105,7 +105,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         variant=variant,
         precision=precision,
         seconds=seconds[variant],
-        device_seconds=_device_seconds(measured, case, variant),
+        wall_seconds=_wall_seconds(measured, case, variant),
         rounds=sum(variant in entry.blocks for entry in measured.rounds[case]),
         reference=reference,
         ratio=ratio,
@@ -148,13 +148,12 @@ def _ratio(measured: Measurement, case: Case, variant: str, reference: str | Non
 
 
 def _seconds(measured: Measurement, case: Case, variant: str) -> float:
+    rounds = [entry.blocks[variant].seconds for entry in measured.rounds[case] if variant in entry.blocks]
+    return typical_seconds(rounds)
+
+
+def _wall_seconds(measured: Measurement, case: Case, variant: str) -> float:
     return typical_seconds([entry.blocks[variant].wall_s for entry in measured.rounds[case] if variant in entry.blocks])
-
-
-def _device_seconds(measured: Measurement, case: Case, variant: str) -> float | None:
-    blocks = [entry.blocks[variant].device_s for entry in measured.rounds[case] if variant in entry.blocks]
-    times = [block for block in blocks if block is not None]
-    return typical_seconds(times) if times else None
 
 
 def _break_even(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, float]) -> float | None:

@@ -224,9 +224,8 @@ def _size(step_seconds: Sequence[float], effort: Effort) -> tuple[int, int]:
 
 
 def _block(training: Training, steps: int, device: torch.device) -> BlockTime:
-    if steps >= profiles.LEAD_IN_FROM_STEPS:
-        training.run(1)
-    return time_block(training.run, steps, device)
+    lead_in = profiles.LEAD_IN_STEPS[device.type] if steps >= profiles.LEAD_IN_FROM_STEPS else 0
+    return time_block(training.run, steps, device, lead_in=lead_in)
 
 
 def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:
@@ -277,5 +276,5 @@ class _Losses:
 
 
 def median_step_seconds(blocks: Sequence[BlockTime]) -> float:
-    """The wall time per step of a typical block."""
-    return statistics.median(block.wall_s for block in blocks)
+    """The time per step of a typical block."""
+    return statistics.median(block.seconds for block in blocks)

@@ -25,7 +25,9 @@ STABLE_BLOCKS = 3
 WARM_UP_BLOCK_SECONDS = 0.02
 
 LEAD_IN_FROM_STEPS = 4
-"""A block of at least so many steps follows one that is not timed: the variant before it left the caches cold."""
+LEAD_IN_STEPS = {"cpu": 1, "cuda": 4}
+"""A block of at least so many steps begins with some that are not timed: the variant before it left the caches cold,
+and on a GPU the host has yet to get ahead of the device."""
 
 CURVE_POINTS = 50
 """A loss curve keeps about so many points."""

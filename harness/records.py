@@ -48,6 +48,11 @@ class Blocks:
     wall_s: tuple[float, ...]
     device_s: tuple[float, ...] | None
 
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The times that are judged: by the device's events where there are any."""
+        return self.wall_s if self.device_s is None else self.device_s
+
 
 @dataclass(frozen=True)
 class Round:

@@ -46,7 +46,8 @@ class Row:
 
     ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (Kitsune's rows) over that of the
     fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
-    ``device_seconds`` is None without device events; set-up, memory and loss are None without a profile.
+    ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock. Set-up, memory and loss are None
+    without a profile.
     ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is not clearly faster
     or slower than eager.
     """
@@ -55,7 +56,7 @@ class Row:
     variant: str
     precision: str
     seconds: float
-    device_seconds: float | None
+    wall_seconds: float
     rounds: int
     reference: str | None
     ratio: Estimate | None

@@ -51,9 +51,9 @@ class Measurement:
         return tuple(dict.fromkeys(variant for entry in self.rounds.get(case, ()) for variant in entry.blocks))
 
     def pairs(self, case: Case, variant: str, reference: str) -> list[list[tuple[float, float]]]:
-        """Wall seconds per step of two variants, turn by turn, of each round that timed both."""
+        """Seconds per step of two variants, turn by turn, of each round that timed both."""
         return [
-            list(zip(entry.blocks[variant].wall_s, entry.blocks[reference].wall_s, strict=True))
+            list(zip(entry.blocks[variant].seconds, entry.blocks[reference].seconds, strict=True))
             for entry in self.rounds.get(case, ())
             if variant in entry.blocks and reference in entry.blocks
         ]

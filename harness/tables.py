@@ -101,7 +101,7 @@ def variant_table(comparison: Comparison) -> Table:
     columns = (
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
-        Column("time", "wall-clock seconds per training step, the median over rounds", numeric=True),
+        Column("time", "seconds per training step, the median over rounds", numeric=True),
         Column("over eager", "speed-up: eager's time in the same precision divided by this one's", numeric=True),
         Column("verdict", "whether the whole interval lies beyond the margin", only=Medium.TEXT),
         Column("mode", "how Kitsune ran the step: eager where replay is impossible or not faster", only=Medium.TEXT),
@@ -197,7 +197,7 @@ def history_table(comparison: Comparison) -> Table:
         Column("commit", "oldest first"),
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
-        Column("time", "wall-clock seconds per training step", numeric=True),
+        Column("time", "seconds per training step", numeric=True),
         Column("over eager", "speed-up: eager's time in the same precision and process divided by this", numeric=True),
     )
     position = {commit.sha: index for index, commit in enumerate(comparison.commits)}

@@ -57,7 +57,7 @@ class Training:
 
     @_tracked("seconds")
     def track_step_seconds(self, measured: dict[tuple[str, str], Measured], variant: str, case: str) -> object:
-        """Wall time of a step."""
+        """Time of a step."""
         entry = _successful(measured[case, variant])
         return _samples(entry["step_s"])
 

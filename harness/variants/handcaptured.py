@@ -25,6 +25,7 @@ class HandCapturedTraining(Training):
         x, y = ingredients.batches[0]
         self._x, self._y = torch.empty_like(x), torch.empty_like(y)
         self._warm_up_steps = 0
+        self._side = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._loss: Tensor
 
@@ -47,11 +48,11 @@ class HandCapturedTraining(Training):
 
     def _warm_up(self) -> None:
         """One eager step on a side stream: everything that allocates or searches once does it here."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream()
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             self._loss = self._step()
-        current.wait_stream(side)
+        current.wait_stream(self._side)
         self._warm_up_steps += 1
 
     def _capture(self) -> torch.cuda.CUDAGraph:
