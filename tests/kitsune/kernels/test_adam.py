@@ -16,6 +16,9 @@ from kitsune.graph import dataflow
 from kitsune.graph.verify import refuse_graph
 from kitsune.kernels import adam
 
+# What the interpreter computes in numpy may warn of what is meant to be so.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
 SIZES = (1, 3, 1023, 1024, 1025, 0, 2500)
 STEPS = 4
 
@@ -36,7 +39,12 @@ def interpreted() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec.loader.exec_module(module)
+    module.TENSORS_A_LAUNCH, module.FEW_TENSORS = 4, 2  # the interpreter takes its time for each
     return module
+
+
+def adam_triton() -> ModuleType:
+    return pytest.importorskip("kitsune.kernels.adam_triton", reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +58,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[tuple[str, Launch]]:
     if request.param == "cpu":
         yield "cpu", request.getfixturevalue("kernel").launch
     else:
-        pytest.importorskip("triton", reason="Triton is not installed")
+        adam_triton()
         yield "cuda", adam.adam_
 
 
@@ -117,10 +125,10 @@ def by_kernel(machine: tuple[str, Launch], sizes: tuple[int, ...], **options: An
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest error of any tensor, in units of its largest value's last place in float32."""
+    """The root mean square error over all elements, in units of the last place of each tensor's largest value."""
     pairs = [(one.double(), other) for one, other in zip(found, exact, strict=True) if other.numel()]
-    largest = max(((one - other).abs().max() / other.abs().max()).item() for one, other in pairs)
-    return largest / torch.finfo(torch.float32).eps
+    errors = torch.cat([(one - other) / other.abs().max() for one, other in pairs])
+    return errors.square().mean().sqrt().item() / torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -146,20 +154,21 @@ def test_as_accurate_as_foreach(
     )
     assert found.keys() == exact.keys()
     for name, tensors in exact.items():
-        assert error(found[name], tensors) <= 2 * error(eager[name], tensors) + 1, name
+        assert error(found[name], tensors) <= 2 * error(eager[name], tensors), name
 
 
 def defaults(kind: type[torch.optim.Optimizer]) -> dict[str, float]:
     return {"weight_decay": 0.01} if kind is torch.optim.AdamW else {}
 
 
-@pytest.mark.parametrize("num_tensors", [1, 16, 17, 48])
-def test_many_tensors(machine: tuple[str, Launch], num_tensors: int) -> None:
-    sizes = tuple(1 + 37 * index % 1500 for index in range(num_tensors))
+@pytest.mark.parametrize(("launches", "more"), [(0, 1), (1, 0), (1, 1), (3, 0)])
+def test_many_tensors(machine: tuple[str, Launch], kernel: ModuleType, launches: int, more: int) -> None:
+    width = kernel.TENSORS_A_LAUNCH if machine[0] == "cpu" else adam_triton().TENSORS_A_LAUNCH
+    sizes = tuple(200 + 37 * index % 500 for index in range(launches * width + more))
     exact = by_torch(sizes, machine[0], torch.float64, torch.optim.Adam)
     found = by_kernel(machine, sizes)
     for name, tensors in exact.items():
-        assert error(found[name], tensors) < 8, name
+        assert error(found[name], tensors) < 1, name
 
 
 def test_no_tensors(machine: tuple[str, Launch]) -> None:

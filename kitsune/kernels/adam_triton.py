@@ -1,0 +1,212 @@
+"""The Triton kernel of `kitsune::adam_`, and its launches. To be imported where Triton is installed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+Tensors = Sequence[torch.Tensor]
+
+# Measured on an H200. With 64 tensors a launch, choosing among them takes longer than the update.
+TENSORS_A_LAUNCH = 32
+FEW_TENSORS = 16  # a launch is this wide for models of no more tensors
+_BLOCK_SIZE = 512
+_NUM_WARPS = 4
+_NO_BLOCK = 2**30 - 1  # as the first block of a tensor: no program reaches it
+_ALIGNMENT_BYTES = 16
+
+
+@triton.jit
+def _pick(block: tl.tensor, odd_first_blocks: tl.tuple, values: tl.tuple) -> tl.tensor:
+    """The one of `values` (pointers or numbers) that belongs to the tensor in which `block` lies."""
+    value = values[0]
+    for index in tl.static_range(1, len(values)):
+        value = tl.where(2 * block + 1 >= odd_first_blocks[index], values[index], value)
+    return value
+
+
+@triton.jit
+def _at(pointer: tl.tensor, offsets: tl.tensor, aligned: tl.constexpr) -> tl.tensor:
+    """The addresses of a block. Triton cannot see through `_pick` that they begin at a multiple of 16 bytes."""
+    addresses = pointer + offsets
+    if aligned:
+        addresses = tl.multiple_of(addresses, 16)
+    return addresses
+
+
+@triton.jit
+def _update(
+    param_at: tl.tensor,
+    grad_at: tl.tensor,
+    exp_avg_at: tl.tensor,
+    exp_avg_sq_at: tl.tensor,
+    max_exp_avg_sq_at: tl.tensor,
+    mask: tl.tensor,
+    lr: tl.tensor,
+    step_size: tl.tensor,
+    root_correction2: tl.tensor,
+    beta1: tl.tensor,
+    weight1: tl.tensor,
+    beta2: tl.tensor,
+    weight2: tl.tensor,
+    weight_decay: tl.tensor,
+    eps: tl.tensor,
+    amsgrad: tl.constexpr,
+    decay: tl.constexpr,
+    maximize: tl.constexpr,
+) -> None:
+    param = tl.load(param_at, mask)
+    grad = tl.load(grad_at, mask)
+    exp_avg = tl.load(exp_avg_at, mask)
+    exp_avg_sq = tl.load(exp_avg_sq_at, mask)
+    if maximize:
+        grad = -grad
+    if decay == "decoupled":
+        param *= 1 - lr * weight_decay
+    elif decay == "coupled":
+        grad += param * weight_decay
+    difference = grad - exp_avg
+    exp_avg = tl.where(weight1 < 0.5, exp_avg + weight1 * difference, grad - difference * beta1)
+    exp_avg_sq = exp_avg_sq * beta2 + weight2 * (grad * grad)
+    tl.store(exp_avg_at, exp_avg, mask)
+    tl.store(exp_avg_sq_at, exp_avg_sq, mask)
+    if amsgrad:
+        largest = tl.load(max_exp_avg_sq_at, mask)
+        exp_avg_sq = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(max_exp_avg_sq_at, exp_avg_sq, mask)
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root_correction2) + eps
+    tl.store(param_at, param - step_size * tl.div_rn(exp_avg, denominator), mask)
+
+
+# Triton compiles anew for numbers in tuples that are 1 or multiples of 16. Sizes and first blocks hence come as
+# odd numbers, 2 n + 1, so that one compilation serves all models. No argument may be called `params`: Triton 3.6
+# uses that name itself.
+@triton.jit(do_not_specialize=["lr", "found_inf"])
+def _adam(
+    parameters: tl.tuple,
+    grads: tl.tuple,
+    exp_avgs: tl.tuple,
+    exp_avg_sqs: tl.tuple,
+    max_exp_avg_sqs: tl.tuple,
+    steps: tl.tuple,
+    odd_sizes: tl.tuple,
+    odd_first_blocks: tl.tuple,
+    lr: tl.tensor,
+    found_inf: tl.tensor,
+    beta1: tl.tensor,
+    weight1: tl.tensor,
+    log_beta1: tl.float64,
+    beta2: tl.tensor,
+    weight2: tl.tensor,
+    log_beta2: tl.float64,
+    weight_decay: tl.tensor,
+    eps: tl.tensor,
+    amsgrad: tl.constexpr,
+    decay: tl.constexpr,
+    maximize: tl.constexpr,
+    aligned: tl.constexpr,
+    block_size: tl.constexpr,
+) -> None:
+    if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
+        if tl.load(found_inf) == 1:
+            return
+    block = tl.program_id(0)
+    first_block = _pick(block, odd_first_blocks, odd_first_blocks) >> 1
+    start = (block - first_block).to(tl.int64) * block_size
+    remaining = (_pick(block, odd_first_blocks, odd_sizes) >> 1).to(tl.int64) - start
+    offsets = start + tl.arange(0, block_size)
+    param_at = _at(_pick(block, odd_first_blocks, parameters), offsets, aligned)
+    grad_at = _at(_pick(block, odd_first_blocks, grads), offsets, aligned)
+    exp_avg_at = _at(_pick(block, odd_first_blocks, exp_avgs), offsets, aligned)
+    exp_avg_sq_at = _at(_pick(block, odd_first_blocks, exp_avg_sqs), offsets, aligned)
+    max_exp_avg_sq_at = exp_avg_sq_at
+    if amsgrad:
+        max_exp_avg_sq_at = _at(_pick(block, odd_first_blocks, max_exp_avg_sqs), offsets, aligned)
+    rate = tl.load(lr)
+    count = tl.load(_pick(block, odd_first_blocks, steps)).to(tl.float64)
+    correction1 = 1 - tl.exp(count * log_beta1)
+    correction2 = 1 - tl.exp(count * log_beta2)
+    step_size = tl.div_rn(rate, correction1.to(tl.float32))
+    root_correction2 = tl.sqrt_rn(correction2.to(tl.float32))
+    if remaining >= block_size:
+        _update(
+            param_at, grad_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, None, rate, step_size, root_correction2,
+            beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+        )  # fmt: skip
+    else:
+        _update(
+            param_at, grad_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, offsets - start < remaining,
+            rate, step_size, root_correction2,
+            beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+        )  # fmt: skip
+
+
+def launch(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    steps: Tensors,
+    *,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+    maximize: bool,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Launches the kernel on the current stream, once for every `TENSORS_A_LAUNCH` of the tensors that hold anything.
+
+    The arguments are those of `kitsune.kernels.adam.adam_`, which checks them.
+    """
+    chosen = [index for index, param in enumerate(params) if param.numel()]
+    decay = "none" if weight_decay == 0 else "decoupled" if decoupled else "coupled"
+    width = FEW_TENSORS if len(chosen) <= FEW_TENSORS else TENSORS_A_LAUNCH
+    for begin in range(0, len(chosen), width):
+        part = chosen[begin : begin + width]
+        sizes = [params[index].numel() for index in part]
+        first_blocks = [0, *itertools.accumulate(triton.cdiv(size, _BLOCK_SIZE) for size in sizes)]
+        num_blocks = first_blocks.pop()
+        unused = width - len(part)
+        part += part[-1:] * unused
+        lists = [
+            tuple(tensors[index] for index in part)
+            for tensors in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs or exp_avg_sqs, steps)
+        ]
+        _adam[(num_blocks,)](
+            *lists,
+            _odd(sizes + [1] * unused),
+            _odd(first_blocks + [_NO_BLOCK] * unused),
+            lr,
+            found_inf,
+            beta1,
+            1 - beta1,
+            _log(beta1),
+            beta2,
+            1 - beta2,
+            _log(beta2),
+            weight_decay,
+            eps,
+            amsgrad=bool(max_exp_avg_sqs),
+            decay=decay,
+            maximize=maximize,
+            aligned=all(tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensors in lists[:5] for tensor in tensors),
+            block_size=_BLOCK_SIZE,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def _odd(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(2 * number + 1 for number in numbers)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
