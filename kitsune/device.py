@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -22,17 +24,31 @@ def refuse_bfloat16(device: torch.device) -> Refusal | None:
 def refuse_inductor(device: torch.device) -> Refusal | None:
     """None if Inductor can generate code for `device`: Triton for CUDA, a C++ compiler for the CPU."""
     if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            return Refusal(
-                "compile=True needs Triton, which is not installed", remedy="pip install kitsune-torch[triton]"
-            )
-        if torch.cuda.get_device_capability(device) < (7, 0):
-            return Refusal(f"Triton needs compute capability 7.0, {torch.cuda.get_device_name(device)} is older")
-        return None
+        return refuse_triton(device, "compile=True")
     compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if any(shutil.which(compiler) for compiler in compilers):
         return None
     return Refusal(f"compile=True needs a C++ compiler, and none of {', '.join(compilers)} is on the PATH")
+
+
+def refuse_triton(device: torch.device, purpose: str) -> Refusal | None:
+    """None if Triton can generate code for a CUDA device, `purpose` being what needs it."""
+    if importlib.util.find_spec("triton") is None:
+        return Refusal(f"{purpose} needs Triton, which is not installed", remedy="pip install kitsune-torch[triton]")
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        name = torch.cuda.get_device_name(device)
+        return Refusal(f"{purpose} needs Triton, which needs compute capability 7.0: {name} is older")
+    return _refuse_launchers(purpose)
+
+
+def _refuse_launchers(purpose: str) -> Refusal | None:
+    """None if there is what Triton builds the launchers of its kernels with: a C compiler and Python's headers."""
+    if not os.environ.get("CC") and not any(shutil.which(compiler) for compiler in ("gcc", "clang")):
+        return Refusal(f"{purpose} needs Triton, which needs a C compiler: neither gcc nor clang is on the PATH")
+    headers = Path(sysconfig.get_config_var("INCLUDEPY"))
+    if not (headers / "Python.h").exists():
+        return Refusal(f"{purpose} needs Triton, which needs Python's C headers: {headers} has no Python.h")
+    return None
 
 
 def synchronize(device: torch.device) -> None:

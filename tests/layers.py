@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "plan": ("graph",),
     "timing": ("device",),
     "kernels": ("device", "timing"),
-    "capture": ("device", "graph"),
+    "capture": ("device", "graph", "kernels"),
     "passes": ("device", "graph", "kernels", "timing"),
     "schedule": ("device", "plan", "graph", "timing"),
     "memory": ("device", "plan", "graph"),

@@ -125,12 +125,10 @@ class Binding:
         self.params = tuple(params)
         self.style: Style = self._choose_style(composed)
         if found_inf is not None and self.style == "composed":
-            raise RefusedError(
-                Refusal(
-                    "a gradient scaler needs the optimizer's fused update",
-                    remedy="keep betas, momentum and weight decay constant",
-                )
-            )
+            missing = self._refuse_fused()
+            remedy = missing.remedy if missing else "keep betas, momentum and weight decay constant"
+            reason = f": {missing.reason}" if missing else ""
+            raise RefusedError(Refusal(f"a gradient scaler needs the optimizer's fused update{reason}", remedy=remedy))
         self._mirrors: dict[float, _StepMirror] = {}
         self._host_steps: list[torch.Tensor] = []
         self._group_ids = _group_ids(optimizer)
@@ -211,8 +209,7 @@ class Binding:
         return bool(self._host_steps)
 
     def _choose_style(self, composed: bool) -> Style:
-        fused = all(param.dtype in self._rule.fused_dtypes(param.device.type) for param in self.params)
-        if fused and not composed and self._is_uniform():
+        if not composed and self._refuse_fused() is None and self._is_uniform():
             return "fused"
         dtypes = {param.dtype for param in self.params}
         if dtypes <= set(_COMPOSED_DTYPES):
@@ -220,6 +217,10 @@ class Binding:
         raise RefusedError(
             Refusal(f"there is no captured update for parameters of {', '.join(sorted(map(str, dtypes)))}")
         )
+
+    def _refuse_fused(self) -> Refusal | None:
+        refusals = (self._rule.refuse_fused(param.dtype, param.device) for param in self.params)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
     def _is_uniform(self) -> bool:
         """Whether parameters are dense and their state is laid out like them, as the fused updates take for granted."""

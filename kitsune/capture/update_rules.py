@@ -3,11 +3,12 @@
 `torch.optim.Optimizer.step` itself cannot: it reads the step count on the host, and tracing it
 would freeze bias corrections as constants. Each rule states its update twice:
 
-- `fused`: the one-launch operators of ATen that `torch.optim` uses with `fused=True`. The learning
-  rate is a tensor; the other hyperparameters are constants of the graph (`Rule.constants`).
+- `fused`: few launches for all tensors, by the operators of ATen that `torch.optim` uses with
+  `fused=True`, or by Kitsune's own. The learning rate is a tensor; the other hyperparameters are
+  constants of the graph.
 - `composed`: arithmetic on lists of tensors in which every hyperparameter is a zero-dimensional
-  float64 tensor, for loops that change them from step to step, and for float64 parameters, whose
-  precision exceeds that of the fused operators' learning rate.
+  float64 tensor, for loops that change them from step to step, for float64 parameters, whose
+  precision exceeds that of the fused operators' learning rate, and where the fused form is refused.
 
 Both update parameters and state in place. Sources: Kingma and Ba, arXiv 1412.6980 (Adam); Reddi et
 al., arXiv 1904.09237 (AMSGrad); Loshchilov and Hutter, arXiv 1711.05101 (AdamW); Sutskever et al.,
@@ -22,7 +23,9 @@ from typing import Any
 
 import torch
 
+from kitsune.device import refuse_triton
 from kitsune.errors import Refusal
+from kitsune.kernels.adam import adam_
 
 Tensors = list[torch.Tensor]
 Options = Mapping[str, Any]
@@ -48,9 +51,11 @@ class Rule(ABC):
     def hyperparameters(self, options: Options) -> dict[str, float]:
         """The numeric hyperparameters without the learning rate."""
 
-    def fused_dtypes(self, device_type: str) -> tuple[torch.dtype, ...]:
-        """The dtypes of parameters that the fused form takes on a kind of device."""
-        return (torch.float32, torch.bfloat16, torch.float16) if device_type in ("cpu", "cuda") else ()
+    def refuse_fused(self, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+        """None if the fused form takes parameters of `dtype` on `device`."""
+        if device.type in ("cpu", "cuda") and dtype in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        return Refusal(f"there is no fused update for parameters of {dtype} on {device.type}")
 
     @abstractmethod
     def fused(
@@ -63,7 +68,7 @@ class Rule(ABC):
         options: Options,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Updates in one launch. `steps` are float32 and count this step already; nothing is
+        """Updates in few launches. `steps` are float32 and count this step already; nothing is
         changed where `found_inf` is 1."""
 
     @abstractmethod
@@ -84,6 +89,11 @@ class AdamRule(Rule):
     """Adam and AdamW, with AMSGrad."""
 
     has_step = True
+
+    def refuse_fused(self, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+        if _is_imprecise(dtype, device):
+            return refuse_triton(device, "the fused Adam update")
+        return super().refuse_fused(dtype, device)
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")
@@ -107,25 +117,16 @@ class AdamRule(Rule):
         options: Options,
         found_inf: torch.Tensor | None,
     ) -> None:
-        update = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
         beta1, beta2 = options["betas"]
-        update(
-            params,
-            grads,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state.get("max_exp_avg_sq", []),
-            steps,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            amsgrad=options["amsgrad"],
-            maximize=options["maximize"],
-            grad_scale=None,
-            found_inf=found_inf,
-        )
+        averages = (state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq", []))
+        numbers = {"beta1": beta1, "beta2": beta2, "weight_decay": options["weight_decay"], "eps": options["eps"]}
+        shared = {**numbers, "lr": lr, "maximize": options["maximize"], "found_inf": found_inf}
+        decoupled = options["decoupled_weight_decay"]
+        if _is_imprecise(params[0].dtype, params[0].device):
+            adam_(params, grads, *averages, steps, decoupled=decoupled, **shared)
+            return
+        update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        update(params, grads, *averages, steps, amsgrad=options["amsgrad"], grad_scale=None, **shared)
 
     def composed(
         self,
@@ -168,9 +169,10 @@ class SGDRule(Rule):
 
     has_step = False
 
-    def fused_dtypes(self, device_type: str) -> tuple[torch.dtype, ...]:
-        # On the CPU torch's fused SGD computes wrong results in half precision (seen in torch 2.13).
-        return (torch.float32,) if device_type == "cpu" else super().fused_dtypes(device_type)
+    def refuse_fused(self, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+        if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+            return Refusal("torch's fused SGD computes wrong results in half precision on the CPU")  # in torch 2.13
+        return super().refuse_fused(dtype, device)
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if options["momentum"] != 0 else ()
@@ -254,6 +256,11 @@ def rule_for(optimizer: torch.optim.Optimizer) -> Rule | Refusal:
             if not isinstance(value, (int, float)):
                 return Refusal(f"the hyperparameter {name} is a {type(value).__name__}, not a number")
     return rule
+
+
+def _is_imprecise(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's fused Adam is far less precise than `foreach=True`: see `kitsune.kernels.adam`."""
+    return device.type == "cuda" and dtype == torch.float32
 
 
 def _decay_towards(averages: Tensors, values: Sequence[torch.Tensor], decay: torch.Tensor) -> None:

@@ -23,6 +23,9 @@ _INDEXING = {
 
 _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
 
+# ATen, and Kitsune's own kernels.
+_NAMESPACES = ("aten", "kitsune")
+
 # Eager raises an exception that can be caught; on a GPU these would end the process's use of the device.
 _ASSERTIONS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 
@@ -37,7 +40,7 @@ def source_line(node: fx.Node) -> str | None:
 def refuse_graph(graph: fx.Graph) -> Refusal | None:
     """None if `graph` can be replayed; else the first thing that stands in the way.
 
-    Legal is a graph of ATen operators (and `getitem`) over tensors of one device, beside
+    Legal is a graph of operators of ATen and of Kitsune (and `getitem`) over tensors of one device, beside
     zero-dimensional CPU tensors, whose shapes do not depend on data and that reads nothing back to
     the host.
     """
@@ -80,7 +83,7 @@ def _refuse_operator(node: fx.Node) -> Refusal | None:
     place = source_line(node) or str(target)
     if not isinstance(target, torch._ops.OpOverload):
         return Refusal(f"{target} is not an ATen operator", place)
-    if target.namespace != "aten":
+    if target.namespace not in _NAMESPACES:
         return Refusal(f"the custom operator {target} may do anything on the host", place)
     if target in _ASSERTIONS:
         return Refusal("the step asserts something of its data", place)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import kitsune
 from kitsune import device as device_module
-from kitsune.device import refuse_bfloat16, refuse_inductor
+from kitsune.capture.update_rules import AdamRule, SGDRule
+from kitsune.device import refuse_bfloat16, refuse_inductor, refuse_triton
 from tests.kitsune.training import FORMS, Net, Training, compare, sgd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -21,6 +22,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], bf1
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Imaginary 100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
+    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("CC", "a compiler")
+    monkeypatch.setattr(device_module.Path, "exists", lambda path: True)
 
 
 @pytest.fixture
@@ -87,11 +91,39 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("capability", "fits"), [((6, 1), False), ((7, 0), True), ((8, 0), True), ((9, 0), True)])
 def test_old_gpus_compile_nothing(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fits: bool) -> None:
     pretend(monkeypatch, capability=capability, bf16=capability >= (8, 0))
-    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: object())
     refusal = refuse_inductor(CUDA)
     assert (refusal is None) == fits
     if refusal is not None:
         assert "Imaginary 100" in refusal.reason
+
+
+@pytest.mark.parametrize("lacking", ["compiler", "headers"])
+def test_triton_builds_launchers(monkeypatch: pytest.MonkeyPatch, no_compiler: None, lacking: str) -> None:
+    pretend(monkeypatch, capability=(9, 0), bf16=True)
+    assert refuse_triton(CUDA, "the update") is None
+    if lacking == "compiler":
+        monkeypatch.delenv("CC")
+    else:
+        monkeypatch.setattr(device_module.Path, "exists", lambda path: False)
+    refusal = refuse_triton(CUDA, "the update")
+    assert refusal is not None
+    assert refusal.reason.startswith("the update needs Triton")
+    assert {"compiler": "C compiler", "headers": "Python.h"}[lacking] in refusal.reason
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_fused_adam_on_cuda(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """In float32 it is Kitsune's kernel, which needs Triton; in half precision it is torch's."""
+    pretend(monkeypatch, capability=(9, 0), bf16=True)
+    if not installed:
+        monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: None)
+    rule = AdamRule()
+    refusal = rule.refuse_fused(torch.float32, CUDA)
+    assert (refusal is None) == installed
+    assert refusal is None or "the fused Adam update needs Triton" in refusal.reason
+    assert rule.refuse_fused(torch.bfloat16, CUDA) is None
+    assert rule.refuse_fused(torch.float32, CPU) is None
+    assert SGDRule().refuse_fused(torch.float32, CUDA) is None
 
 
 # bfloat16
