@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from kitsune.kernels.adam import adam_
 from tests.kitsune.test_step import by_hand
 from tests.kitsune.training import FORMS, Batch, Build, Net, Training, adam, batch, plain_loop, sgd
 from tests.kitsune.training import compare as compare_anywhere
@@ -39,6 +40,36 @@ def compare(form: str, build: Build | None = None, **arguments: Any) -> Training
     if options.get("replays") != 0:
         assert training.status().executor == "cuda graph"
     return training
+
+
+@pytest.fixture(autouse=True)
+def _one_adam(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets eager's fused Adam compute as Kitsune's kernel does, whose precision has tests of its own.
+
+    Torch's is less precise, and Adam makes large steps of small differences where a gradient is
+    nothing but rounding, as that of a bias before batch normalization.
+    """
+    for name, decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
+        monkeypatch.setattr(torch, name, functools.partial(fused_adam, getattr(torch, name), decoupled))
+
+
+def fused_adam(
+    by_torch: Callable[..., None],
+    decoupled: bool,
+    *lists: list[Tensor],
+    lr: float | Tensor,
+    amsgrad: bool,
+    grad_scale: Tensor | None,
+    **options: Any,
+) -> None:
+    params, grads = lists[:2]
+    if any(param.dtype != torch.float32 for param in params):
+        by_torch(*lists, lr=lr, amsgrad=amsgrad, grad_scale=grad_scale, **options)
+        return
+    if grad_scale is not None:
+        torch._foreach_div_(grads, grad_scale)
+    rate = torch.as_tensor(lr, dtype=torch.float32, device=CUDA)
+    adam_(*lists, lr=rate, decoupled=decoupled, **options)
 
 
 def at_rest() -> tuple[int, int]:
