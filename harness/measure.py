@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from harness import caches, environment, memory, profiles, variants
+from harness import allocator, caches, environment, memory, profiles, variants
 from harness.failures import describe
 from harness.profiles import Case, Effort
 from harness.timer import BlockTime, synchronize, time_block
@@ -177,6 +177,7 @@ def _begin(case: Case) -> torch.device:
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = 0
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT  # variants in one process share their models' code
+    allocator.keep_freed_memory()
     torch.zeros(1, device=device)
     synchronize(device)
     return device
