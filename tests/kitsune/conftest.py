@@ -38,9 +38,13 @@ def _frozen(_quiet_trace: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _collected(_frozen: None) -> Iterator[None]:
-    """Optimizers of one test that wait for the collector would take their hooks away in the middle of another."""
+    """Optimizers of one test that wait for the collector would take their hooks away in the middle of another.
+
+    What Dynamo keeps of each capture is set aside, or every collection would take longer than the one before.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -20,6 +20,8 @@ from tests.kitsune.training import Net, Training, adam, batch, compare, net_and_
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
+HALF = {"enable_amp": True, "amp_dtype": torch.float16}
+
 
 def forward_loss(training: Training, x: Tensor, y: Tensor) -> Tensor:
     return training.loss_fn(training.model(x), y)
@@ -82,28 +84,23 @@ def test_zero_grad(mode: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        ((torch.optim.Adam,), {}, TypeError, "params are missing"),
-        ((nn.Linear, [1]), {}, TypeError, "expected a torch.optim optimizer"),
-        ((3,), {}, TypeError, "expected a torch.optim optimizer"),
-        ((adam(Net()), [1]), {}, TypeError, "params belong to an optimizer class"),
-        ((adam(Net()),), {"lr": 0.1}, kitsune.ConfigError, "option 'lr'"),
-        ((adam(Net()),), {"num_stream": 4}, kitsune.ConfigError, "option 'num_stream'.*num_streams"),
-        ((adam(Net()),), {"num_streams": 0}, kitsune.ConfigError, "num_streams.*from 1 to 8"),
-        (
-            (adam(Net()),),
-            {"enable_amp": True, "amp_dtype": torch.float16},
-            kitsune.ConfigError,
-            "amp_dtype.*GradScaler",
-        ),
-        ((kitsune.KitsuneOptimizer(adam(Net())),), {}, TypeError, "a KitsuneOptimizer already"),
-        ((torch.optim.Adam, Net().parameters()), {"learning_rate": 1}, TypeError, "learning_rate"),
+        (lambda: (torch.optim.Adam,), {}, TypeError, "params are missing"),
+        (lambda: (nn.Linear, [1]), {}, TypeError, "expected a torch.optim optimizer"),
+        (lambda: (3,), {}, TypeError, "expected a torch.optim optimizer"),
+        (lambda: (adam(Net()), [1]), {}, TypeError, "params belong to an optimizer class"),
+        (lambda: (adam(Net()),), {"lr": 0.1}, kitsune.ConfigError, "option 'lr'"),
+        (lambda: (adam(Net()),), {"num_stream": 4}, kitsune.ConfigError, "option 'num_stream'.*num_streams"),
+        (lambda: (adam(Net()),), {"num_streams": 0}, kitsune.ConfigError, "num_streams.*from 1 to 8"),
+        (lambda: (adam(Net()),), HALF, kitsune.ConfigError, "amp_dtype.*GradScaler"),
+        (lambda: (kitsune.KitsuneOptimizer(adam(Net())),), {}, TypeError, "a KitsuneOptimizer already"),
+        (lambda: (torch.optim.Adam, Net().parameters()), {"learning_rate": 1}, TypeError, "learning_rate"),
     ],
 )
 def test_wrong_arguments(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+    arguments: Callable[[], tuple[Any, ...]], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        kitsune.KitsuneOptimizer(*arguments, **options)
+        kitsune.KitsuneOptimizer(*arguments(), **options)
 
 
 # Loops

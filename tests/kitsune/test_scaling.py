@@ -77,9 +77,9 @@ def compare_scaled(
         arguments["reference"] = {"loop": by_hand(**{**whole, "grad_scaler": scaler("eager")})}
     else:
         arguments["loop"] = loop_with_scaler
-    training = compare(
-        form, build, steps=steps, batches=batches_with_overflows, edit=observe, **{"replays": 8, **arguments}
-    )
+    # A fused optimizer under a scaler unscales gradients itself, but not those of a step that it skips.
+    arguments = {"replays": 8, "gradients": False, **arguments}
+    training = compare(form, build, steps=steps, batches=batches_with_overflows, edit=observe, **arguments)
     assert courses[form] == courses["eager"]
     assert len({scale for scale, _ in courses[form]}) > 2, "the scale did not move"
     return training

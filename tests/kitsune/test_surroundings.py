@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,6 +106,7 @@ def test_make_fx_of_a_model_in_use() -> None:
     torch.testing.assert_close(graph(x), training.model.forward(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_export_of_a_model_in_use() -> None:
     training = replaying()
     (x, _), _ = batch(0)
@@ -130,16 +133,43 @@ def test_functional_calls_of_a_model_in_use() -> None:
     torch.testing.assert_close(stacked, twin(x).detach())
 
 
-def test_replicas_of_a_model_in_use() -> None:
-    """`nn.DataParallel` copies a module's dictionary, and the copies are modules of their own."""
-    training = replaying()
-    (x, _), _ = batch(0)
-    replica = training.model._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    for name, child in training.model.named_children():
-        setattr(replica, name, child)
-    replica.last = nn.Linear(8, 3)
-    expected = replica.last(torch.tanh(replica.first(x)))
-    torch.testing.assert_close(replica(x), expected)
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmuls = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.matmuls += function is functional.linear
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_mode_sees_every_function(form: str) -> None:
+    counted: dict[str, int] = {}
+
+    def edit(training: Training, index: int) -> None:
+        if index == 4:
+            training.memo["mode"] = Counting()
+            training.memo["mode"].__enter__()
+        if index == 6:
+            training.memo["mode"].__exit__(None, None, None)
+            counted[training.form] = training.memo["mode"].matmuls
+
+    compare(form, steps=9, edit=edit, replays=4)
+    assert counted[form] == counted["eager"] == 4
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+@pytest.mark.parametrize("form", FORMS)
+def test_anomaly_detection(form: str) -> None:
+    """It names the function whose backward pass gave NaN."""
+    training = Training(form, *smooth_and_adam())
+    training.run(4)
+    (x, y), _ = batch(4)
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan values"):
+        training.step(x * float("nan"), y)
+    training.run(2, start=5)
+    assert training.status().mode == "replay"
 
 
 # Other kinds of differentiation

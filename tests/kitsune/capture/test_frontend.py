@@ -1,0 +1,146 @@
+"""The guarded front end: one graph for a call, until what it depends on changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from kitsune.capture.frontend import GuardedFunction, refuse_dynamo
+from kitsune.errors import Refusal, RefusedError
+
+
+class Runner:
+    """Runs the graphs that it is given, and counts."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def run(self, graph: fx.GraphModule, flat: Sequence[Tensor]) -> Sequence[Any]:
+        self.graphs.append(graph)
+        outputs: Sequence[Any] = graph(*flat)
+        return outputs
+
+
+def guarded(function: Callable[..., Any]) -> tuple[GuardedFunction, Runner]:
+    runner = Runner()
+    return GuardedFunction(function, runner.run), runner
+
+
+def test_calls_run_the_graph() -> None:
+    call, runner = guarded(lambda x: x * 2 + 1)
+    for value in (1.0, 2.0, 3.0):
+        assert call(torch.full((2,), value)).tolist() == [2 * value + 1] * 2
+    assert len(runner.graphs) == 3
+    assert all(graph is runner.graphs[0] for graph in runner.graphs)
+
+
+def test_results_are_put_together_as_the_function_would() -> None:
+    def function(x: Tensor, names: list[str]) -> dict[str, Any]:
+        return {name: (x + index, "constant") for index, name in enumerate(names)}
+
+    call, _ = guarded(function)
+    found = call(torch.zeros(2), ["a", "b"])
+    assert list(found) == ["a", "b"]
+    assert found["b"][1] == "constant"
+    assert found["b"][0].tolist() == [1.0, 1.0]
+
+
+def test_a_failed_guard_makes_it_stale_for_good() -> None:
+    scale = 2.0
+
+    def function(x: Tensor) -> Tensor:
+        return x * scale
+
+    call, runner = guarded(function)
+    call(torch.ones(2))
+    scale = 3.0
+    for _ in range(3):
+        with pytest.raises(RefusedError, match="has changed since the capture") as caught:
+            call(torch.ones(2))
+        assert caught.value.passing
+        assert call.stale
+    assert len(runner.graphs) == 1
+
+
+def test_a_changed_shape_is_no_silent_recapture() -> None:
+    call, runner = guarded(lambda x: x * 2)
+    call(torch.ones(2))
+    with pytest.raises(RefusedError):
+        call(torch.ones(3))
+    assert len(runner.graphs) == 1
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def test_what_cannot_be_captured_names_the_line() -> None:
+    call, runner = guarded(branch)
+    with pytest.raises(RefusedError) as caught:
+        call(torch.ones(2))
+    refusal = caught.value.refusal
+    assert not caught.value.passing
+    assert "if x.sum() > 0" in (refusal.culprit or "")
+    assert __file__ in (refusal.culprit or "")
+    assert runner.graphs == []
+
+
+def test_a_refusal_of_the_runner_passes_through() -> None:
+    class Refusing(Runner):
+        def run(self, graph: fx.GraphModule, flat: Sequence[Tensor]) -> Sequence[Any]:
+            raise RefusedError(fine, passing=True)
+
+    fine = Refusal("not today")
+    runner = Refusing()
+    call = GuardedFunction(lambda x: x + 1, runner.run)
+    with pytest.raises(RefusedError, match="not today"):
+        call(torch.ones(2))
+
+
+def test_two_guarded_functions_of_one_code_do_not_share_graphs() -> None:
+    def make(scale: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * scale
+
+    pairs = [guarded(make(float(scale))) for scale in range(20)]
+    for _ in range(2):
+        assert [call(torch.ones(())).item() for call, _ in pairs] == list(range(20))
+
+
+def calling(module: nn.Module) -> Callable[[Tensor], Any]:
+    return lambda x: module(x)
+
+
+def test_nothing_is_kept_alive() -> None:
+    module = nn.Linear(2, 2)
+    call, runner = guarded(calling(module))
+    call(torch.ones(1, 2))
+    references = [weakref.ref(thing) for thing in (call, runner, module, runner.graphs[0])]
+    del call, runner, module
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+
+
+def test_random_state_survives_a_capture() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    call, _ = guarded(lambda x: x + torch.rand(3))
+    assert torch.equal(call(torch.zeros(3)), expected)
+
+
+def test_a_switched_off_dynamo_is_noticed() -> None:
+    assert refuse_dynamo() is None
+    torch.compiler.set_stance("force_eager")
+    try:
+        assert refuse_dynamo() is not None
+    finally:
+        torch.compiler.set_stance("default")
+    assert refuse_dynamo() is None
