@@ -115,6 +115,7 @@ def test_a_model_that_cannot_be_captured_trains_eagerly(
         assert capsys.readouterr().out.count("training\n") == 2 * 14
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("form", FORMS)
 def test_randomness_of_the_host(form: str) -> None:
     def edit(_training: Training, index: int) -> None:

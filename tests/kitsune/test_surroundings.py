@@ -106,7 +106,6 @@ def test_make_fx_of_a_model_in_use() -> None:
     torch.testing.assert_close(graph(x), training.model.forward(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_export_of_a_model_in_use() -> None:
     training = replaying()
     (x, _), _ = batch(0)
@@ -175,6 +174,7 @@ def test_anomaly_detection(form: str) -> None:
 # Other kinds of differentiation
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_mode_differentiation() -> None:
     training = replaying()
     (x, _), _ = batch(0)
