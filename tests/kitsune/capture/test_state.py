@@ -132,6 +132,30 @@ def test_advancing_counts_and_tells() -> None:
     assert [param._version for param in params] == [version + 1 for version in versions]
 
 
+def test_step_counts_that_torch_keeps_on_the_host() -> None:
+    """The graph counts on the device; the host's counts stay the truth, and must agree with each other."""
+    params = [nn.Parameter(torch.empty(3, device="meta")), nn.Parameter(torch.empty(2, device="meta"))]
+    optimizer = torch.optim.Adam(params, lr=0.1, foreach=False)
+    for param in params:
+        param.grad = torch.empty_like(param)
+    optimizer.step()
+    binding = Binding(optimizer, params)
+    steps = [optimizer.state[param]["step"] for param in params]
+    assert all(step.device.type == "cpu" for step in steps)
+    assert not any(tensor is step for tensor in binding.inputs() for step in steps)
+    assert binding.needs_skip()
+    binding.advance()
+    assert [float(step) for step in steps] == [2.0, 2.0]
+    binding.advance(skipped=True)
+    assert [float(step) for step in steps] == [2.0, 2.0]
+    assert binding.refresh() is None
+    for step in steps:
+        step.fill_(7)
+    assert binding.refresh() is None, "counts that moved together are followed"
+    steps[0].fill_(1)
+    assert binding.refresh() == "the optimizer's step counts"
+
+
 def test_inputs_are_listed_once_and_in_order() -> None:
     params, optimizer = pair(amsgrad=True)
     binding = Binding(optimizer, params)
