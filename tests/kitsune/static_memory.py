@@ -1,0 +1,116 @@
+"""An executor that keeps its outputs in static memory, as a CUDA graph does, on the CPU.
+
+What a graph may not rely on is destroyed: its outputs before the first call and after its release, and
+those of the other graphs of a pool whenever one of them runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.in_order import InOrder
+from kitsune.graph import dataflow
+from kitsune.loop.recording import Recording
+
+_graphs: weakref.WeakKeyDictionary[GraphPool, weakref.WeakSet[StaticMemory]] = weakref.WeakKeyDictionary()
+
+
+class StaticMemory(CudaGraph):
+    """Stands in for `CudaGraph`; see there."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Tensor],
+        *,
+        copied: Collection[int],
+        mutated: Collection[int],
+        pool: GraphPool,
+        warm_up: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._run = InOrder(module)
+        self._copied = sorted(copied)
+        self._inputs = list(inputs)
+        for position in self._copied:
+            self._inputs[position] = _copy(inputs[position])
+        rehearsal = list(self._inputs if warm_up is None else warm_up)
+        for position in mutated:
+            rehearsal[position] = _copy(rehearsal[position])
+        with torch.random.fork_rng(devices=[]):
+            self._warm_outputs = self._run(rehearsal)
+            with _restored([self._inputs[position] for position in mutated]):
+                self._outputs = self._run(self._inputs)
+        self._static = [self._inputs[position] for position in self._copied]
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in self._inputs}
+        self._destroy()
+        self._neighbours = _graphs.setdefault(pool, weakref.WeakSet())
+        self._neighbours.add(self)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        with torch.no_grad():
+            for position, static in zip(self._copied, self._static, strict=True):
+                static.copy_(inputs[position])
+        for neighbour in self._neighbours:
+            if neighbour is not self:
+                neighbour._destroy()
+        results = self._run(self._inputs)
+        for static, result in zip(self._outputs, results, strict=True):
+            if static.untyped_storage().data_ptr() not in self._given:
+                static.untyped_storage().copy_(result.untyped_storage())
+        self._warm_outputs = ()
+        return self._outputs
+
+    def release(self) -> None:
+        self._destroy()
+        self._outputs = self._warm_outputs = ()
+        self._static.clear()
+
+    def _destroy(self) -> None:
+        with torch.no_grad():
+            for output in self._outputs:
+                if output.untyped_storage().data_ptr() not in self._given:
+                    output.detach().fill_(float("nan") if output.is_floating_point() else 0)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    with torch.no_grad():
+        return copy.copy_(tensor)
+
+
+@contextmanager
+def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Leaves the tensors as they were, versions included as far as `.data` allows."""
+    kept = [_copy(tensor) for tensor in tensors]
+    yield
+    for tensor, value in zip(tensors, kept, strict=True):
+        tensor.data.copy_(value)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every recording on the CPU keep its outputs in static memory."""
+    record = Recording.__init__
+
+    def record_statically(
+        self: Recording, module: fx.GraphModule, inputs: Sequence[Tensor], *, stable: Collection[int], **more: Any
+    ) -> None:
+        record(self, module, inputs, stable=stable, **more)
+        self.executor = StaticMemory(
+            module,
+            inputs,
+            copied=[position for position in range(len(inputs)) if position not in stable],
+            mutated=dataflow.written_inputs(module.graph),
+            pool=more["pool"],
+            warm_up=more.get("warm_up"),
+        )
+
+    monkeypatch.setattr(Recording, "__init__", record_statically)

@@ -1,0 +1,243 @@
+"""Graphs that overwrite their outputs at every replay, as CUDA graphs do: nothing of it shows. On the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+from tests.kitsune import static_memory
+from tests.kitsune.loops import LOOPS
+from tests.kitsune.test_step import by_hand
+from tests.kitsune.training import FORMS, Batch, Net, Training, adam, batch, net_and_adam, sgd
+from tests.kitsune.training import compare as compare_anywhere
+
+
+@pytest.fixture(autouse=True)
+def _static_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    static_memory.install(monkeypatch)
+
+
+def everything_and_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Net(batch_norm=True, dropout=0.3)
+    return model, adam(model)
+
+
+def compare(form: str, *arguments: Any, **options: Any) -> Training:
+    training = compare_anywhere(form, *arguments, **options)
+    if options.get("replays") != 0:
+        assert training.status().executor == "cuda graph"
+    return training
+
+
+@pytest.mark.parametrize("make", [adam, sgd], ids=["adam", "sgd"])
+@pytest.mark.parametrize("form", FORMS)
+def test_training(form: str, make: Any) -> None:
+    compare(form, lambda: (model := Net(batch_norm=True, dropout=0.3), make(model)), steps=8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_that_alternate(form: str) -> None:
+    training = compare(
+        form, everything_and_adam, steps=18, replays=8, batches=lambda index: batch(index, size=4 + index % 3)
+    )
+    assert training.status().graphs == 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hyperparameters_that_change(form: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        training.optimizer.param_groups[0]["lr"] *= 0.9
+        training.optimizer.param_groups[0]["betas"] = (0.9 - index / 50, 0.99)
+
+    compare(form, steps=10, edit=edit, replays=6, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_and_buffers_that_change(form: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        if index == 4:
+            with torch.no_grad():
+                training.model.last.weight.mul_(0.5)
+            training.model.norm.running_mean.add_(1)
+        if index == 6:
+            training.model.last.weight.data = training.model.last.weight.data * 2
+
+    compare(form, everything_and_adam, steps=10, edit=edit, replays=6)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop(name: str) -> None:
+    loop, replays = LOOPS[name]
+    training = compare(
+        "drop_in", lambda: (model := Net(batch_norm=True), adam(model)), loop=loop, steps=8, replays=replays
+    )
+    held = training.memo.get("held", [])
+    assert all(torch.equal(*pair) for pair in held), "a gradient in the user's hands was overwritten"
+    assert bool(held) == name.startswith("holding")
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_gradients_that_add_up(micro_batches: int) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            loss = training.loss_fn(training.model(part_x), part_y) / micro_batches
+            loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    compare("drop_in", loop=loop, batches=lambda index: batch(index, size=8), replays=3 * micro_batches)
+
+
+@pytest.mark.parametrize("step", [{"accumulate": 2}, {"accumulate": 3, "clip_grad_norm": 0.1}], ids=str)
+def test_sums_of_a_train_step(step: dict[str, Any]) -> None:
+    sizes = (6, 4)
+
+    def batches(index: int) -> Batch:
+        return batch(index, size=sizes[index % 7 // 4])
+
+    compare("train_step", step=step, reference={"loop": by_hand(**step)}, batches=batches, steps=26, replays=10,
+            rtol=1e-6, atol=1e-8)  # fmt: skip
+
+
+def test_gradients_swapped_between_parameters() -> None:
+    """The update reads gradients where they lie, and the user may have moved them."""
+
+    class Twin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        count = training.memo["count"] = training.memo.get("count", 0) + 1
+        training.optimizer.zero_grad()
+        loss = training.loss_fn(training.model(x), y)
+        loss.backward()
+        first, second = training.model.first.weight, training.model.second.weight
+        if count % 3 == 0:
+            first.grad, second.grad = second.grad, first.grad
+        if count % 4 == 0:
+            assert second.grad is not None
+            second.grad = second.grad.clone()
+        training.optimizer.step()
+        return loss.detach()
+
+    compare("drop_in", lambda: (model := Twin(), adam(model)), loop=loop, steps=14, replays=10)
+
+
+def test_gradients_read_after_the_next_forward_pass() -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        loss = training.loss_fn(training.model(x), y)
+        previous = [param.grad.sum() for param in training.model.parameters() if param.grad is not None]
+        training.optimizer.zero_grad()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach() + sum(previous)
+
+    compare("drop_in", loop=loop, steps=8)
+
+
+def test_backward_passes_in_another_order_than_the_calls() -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        first = training.loss_fn(training.model(x), y)
+        second = training.loss_fn(training.model(x + 1), y)
+        second.backward()
+        first.backward()
+        training.optimizer.step()
+        return first.detach() + second.detach()
+
+    compare("drop_in", loop=loop, steps=8, replays=4)
+
+
+def test_calls_without_a_backward_pass_between_calls_with_one() -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        count = training.memo["count"] = training.memo.get("count", 0) + 1
+        kept = training.memo.setdefault("kept", [])
+        training.optimizer.zero_grad()
+        output = training.model(x)
+        kept.append((output, output.detach().clone()))
+        loss = training.loss_fn(output, y)
+        if count % 3:
+            loss.backward()
+            training.optimizer.step()
+        return loss.detach()
+
+    training = compare("drop_in", loop=loop, steps=14, replays=5)
+    assert all(torch.equal(output, value) for output, value in training.memo["kept"])
+
+
+def test_a_graph_released_while_its_backward_pass_is_pending() -> None:
+    model, plain = net_and_adam()
+    training = Training("drop_in", model, plain)
+    training.run(5)
+    (x, y), _ = batch(5)
+    expected = torch.autograd.grad(functional.cross_entropy(model.forward(x), y), list(model.parameters()))
+    loss = functional.cross_entropy(model(x), y)
+    assert isinstance(training.optimizer, kitsune.KitsuneOptimizer)
+    training.optimizer.hand_over()
+    training.optimizer.zero_grad()
+    loss.backward()
+    for param, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, wanted)
+
+
+def test_a_parameter_edited_while_its_backward_pass_is_pending() -> None:
+    """The graph reads the parameter's memory, so the edit must be noticed, as in eager."""
+    model, plain = net_and_adam()
+    training = Training("drop_in", model, plain)
+    training.run(5)
+    loss = functional.cross_entropy(model(batch(5)[0][0]), batch(5)[0][1])
+    with torch.no_grad():
+        model.last.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        loss.backward()
+
+
+def test_losses_and_kept_gradients_of_a_train_step() -> None:
+    model, optimizer = everything_and_adam()
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, keep_grads=True, mode="replay")
+    losses, grads = [], []
+    for index in range(8):
+        loss = step(*batch(index)[0])
+        losses.append((loss, loss.clone()))
+        grads += [(param.grad, param.grad.clone()) for param in model.parameters() if param.grad is not None]
+    assert step.status().executor == "cuda graph"
+    assert all(torch.equal(*pair) for pair in [*losses, *grads])
+
+
+def test_two_networks_in_one_loop() -> None:
+    def run(form: str) -> tuple[list[float], Training]:
+        torch.manual_seed(0)
+        encoder, decoder = nn.Linear(4, 8), nn.Linear(8, 3)
+        training = Training(form, nn.ModuleList([encoder, decoder]), adam(nn.ModuleList([encoder, decoder])))
+        losses = []
+        for index in range(8):
+            (x, y), _ = batch(index)
+            training.optimizer.zero_grad()
+            loss = functional.cross_entropy(decoder(torch.relu(encoder(x))), y)
+            loss.backward()
+            training.optimizer.step()
+            losses.append(loss.item())
+        return losses, training
+
+    losses, training = run("drop_in")
+    assert losses == run("eager")[0]
+    assert training.status().replays == 12
+
+
+def test_two_trainings_take_turns() -> None:
+    def run(kinds: tuple[str, str]) -> list[list[float]]:
+        torch.manual_seed(0)
+        pair = [Training(kind, *everything_and_adam()) for kind in kinds]
+        return [training.run(1, start=index) for index in range(8) for training in pair]
+
+    assert run(("train_step", "drop_in")) == run(("eager", "eager"))
