@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Sequence
 
 import torch
@@ -52,8 +53,8 @@ class Recording:
         _refuse_inputs(inputs, copied, mutated, device)
         _refuse_memory(module, inputs, copied, mutated, config)
         compile = config.compile
-        if compile and (refusal := refuse_inductor(device)) is not None:
-            log.add(refusal)
+        if compile and (missing := refuse_inductor(device)) is not None:
+            log.add(missing)
             compile = False
         self._stable = [(position, inputs[position], inputs[position].data_ptr()) for position in sorted(stable)]
         self.executor: InOrder | CudaGraph
@@ -64,10 +65,15 @@ class Recording:
             self.executor = CudaGraph(
                 module, inputs, copied=copied, mutated=mutated, pool=pool, compile=compile, warm_up=warm_up
             )
-        except torch.OutOfMemoryError as error:
-            raise RefusedError(Refusal("there is too little device memory to capture the step")) from error
+            return
+        except torch.OutOfMemoryError:
+            refusal = Refusal("there is too little device memory to capture the step")
         except RuntimeError as error:  # CUDA forbids some operators to be recorded, and says so in many ways
-            raise RefusedError(Refusal(f"recording the step failed: {str(error).splitlines()[0]}")) from error
+            refusal = Refusal(f"recording the step failed: {str(error).splitlines()[0]}")
+        # Out of the handlers: an exception that is being handled would keep alive all that was allocated.
+        gc.collect()
+        torch.cuda.empty_cache()
+        raise RefusedError(refusal)
 
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the stable inputs are still the same tensors at the same addresses."""

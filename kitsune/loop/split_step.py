@@ -104,7 +104,11 @@ class SplitStep(GuardedStep):
             program.forward, flat, stable=stable, config=self._config, pool=GraphPool(self._stream), log=self._log
         )
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
-        backward = self._record_backward(program, forward)
+        try:
+            backward = self._record_backward(program, forward)
+        except RefusedError:
+            forward.release()
+            raise
         return _Graphs(program, forward, backward, self._gradients, stable, again, self._refuse_backward)
 
     def _refuse_backward(self) -> None:
@@ -276,7 +280,7 @@ class _Replay(torch.autograd.Function):
             ctx.static = saved
             saved = [flat[place] for place in graphs.program.saved_inputs]
         ctx.num_saved = len(saved)
-        ctx.versions = [argument._version for argument in arguments]
+        ctx.versions = [(weakref.ref(argument), argument._version) for argument in arguments]
         # Eager may not need the arguments afterwards, so the user may edit them: `.data` has a version of its own.
         ctx.save_for_backward(*saved, *(tensor if tensor.requires_grad else tensor.data for tensor in arguments))
         graphs.now_pending(ctx)
@@ -290,7 +294,7 @@ class _Replay(torch.autograd.Function):
         given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
         saved, arguments = saved[: ctx.num_saved], saved[ctx.num_saved :]
         if torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given):
-            if [argument._version for argument in arguments] != ctx.versions:
+            if any(_was_edited(argument(), version) for argument, version in ctx.versions):
                 raise KitsuneError("an argument of the model was edited before its backward pass had to run again")
             grads = graphs.backward_again(graphs.unite(ctx.stable, arguments), given)
         else:
@@ -307,6 +311,10 @@ def _in_layout(tangent: torch.Tensor | None, layout: TensorLayout) -> torch.Tens
     if tangent.stride() == layout.stride:
         return tangent
     return layout.empty().copy_(tangent)
+
+
+def _was_edited(argument: torch.Tensor | None, version: int) -> bool:
+    return argument is not None and argument._version != version
 
 
 def _is_batched(tangent: torch.Tensor) -> bool:

@@ -219,6 +219,40 @@ def test_a_tensor_subclass(form: str) -> None:
     assert training.status().mode == "eager"
 
 
+def test_nested_tensors(form: str) -> None:
+    class Ragged(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.stack([row.sum(0) for row in x.unbind()]))
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Ragged()
+        return model, adam(model)
+
+    def shape(x: Tensor, index: int) -> Tensor:
+        return torch.nested.nested_tensor([x[:1], x[1:3], x[3:]])
+
+    def batches(index: int) -> Batch:
+        (x, y), _ = batch(index)
+        return (shape(x, index), y[:3]), {}
+
+    compare(form, make, batches=batches, replays=0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: torch.complex(x, -x).conj(), lambda x: torch.complex(x, -x).conj().imag], ids=["conj", "neg"]
+)
+def test_lazily_conjugated_arguments(form: str, make: Callable[[Tensor], Tensor]) -> None:
+    class Real(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.view_as_real(x.resolve_conj())[..., 1] if x.is_complex() else x)
+
+    def build_real() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Real()
+        return model, adam(model)
+
+    compare(form, build_real, batches=shaped(lambda x, index: make(x)), replays=0)
+
+
 def test_an_empty_batch_of_a_kind_eager_takes(form: str) -> None:
     def batches(index: int) -> Batch:
         (x, y), _ = batch(index)

@@ -147,6 +147,22 @@ def test_other_randomness_of_the_host(form: str, kind: type[nn.Module]) -> None:
     compare(form, building(kind), steps=8, edit=edit, replays=0)
 
 
+class Asserting(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        assert (x.abs() < 100).all(), "an input is too large"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_assertion_about_data_keeps_its_kind(form: str) -> None:
+    training = Training(form, *building(Asserting)())
+    training.run(4)
+    (x, y), _ = batch(4)
+    with pytest.raises(AssertionError, match="an input is too large"):
+        training.step(x * 1000, y)
+    training.run(2, start=5)
+
+
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +80,43 @@ def test_training_while_torch_compile_is_switched_off(form: str, switch: str) ->
 
     training = compare(form, steps=11, edit=edit, replays=3)
     assert training.status().mode == "replay"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["recompile_limit", "accumulated_recompile_limit"])
+def test_a_limit_of_compilations_that_is_reached(form: str, name: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        training.model.gain = 1.0 + index // 4
+
+    with torch._dynamo.config.patch(name, 1):
+        compare(form, steps=12, edit=edit, replays=0)
+
+
+def test_a_model_called_by_several_threads() -> None:
+    """Each call is answered with the outputs of its own input, by a replay or not."""
+    training = replaying()
+    inputs = [batch(index)[0][0] for index in range(8)]
+    expected = [training.model.forward(x).detach() for x in inputs]
+    failures: list[object] = []
+
+    def work(place: int) -> None:
+        for _ in range(30):
+            try:
+                output = training.model(inputs[place])
+                output.sum().backward()
+            except (kitsune.KitsuneError, RuntimeError) as error:
+                failures.append(error)
+                return
+            if not torch.equal(output.detach(), expected[place]):
+                failures.append((place, output))
+                return
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -284,6 +322,7 @@ def test_a_lazy_gradient_penalty_after_its_argument_was_edited() -> None:
         loss = training.loss_fn(model(point, shift), y)
         if not edited:
             torch.testing.assert_close(torch.autograd.grad(loss, [point]), expected)
+            training.optimizer.step()  # ends the iteration: the next call of this signature is replayed
             continue
         shift.mul_(3)
         with pytest.raises(kitsune.KitsuneError, match="edited"):
