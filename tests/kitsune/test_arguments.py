@@ -219,6 +219,7 @@ def test_a_tensor_subclass(form: str) -> None:
     assert training.status().mode == "eager"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors(form: str) -> None:
     class Ragged(Net):
         def forward(self, x: Tensor) -> Tensor:
