@@ -128,12 +128,13 @@ def _whole(name: str, value: object, low: int, high: int | None) -> int:
 def _bytes(name: str, value: object) -> int | None:
     if value is None:
         return None
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
-        if match is None:
-            raise ConfigError(name, value, "a number of bytes, or text such as '512MB' or '2GB'")
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
-    return _whole(name, value, 1, None)
+    if not isinstance(value, str):
+        return _whole(name, value, 1, None)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+    num_bytes = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if num_bytes == 0:
+        raise ConfigError(name, value, "a number of bytes from 1 up, or text such as '512MB' or '2GB'")
+    return num_bytes
 
 
 _PARSERS: Mapping[str, Callable[[str, object], object]] = {
