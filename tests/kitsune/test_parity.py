@@ -211,15 +211,27 @@ def test_the_final_loss_lies_within_the_spread_of_eager_seeds(
     check_final_loss(name, precision, form, device, 40)
 
 
+T_4_DEGREES_99_PERCENT = 4.604
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", models.names())
-def test_the_loss_after_300_steps_lies_within_the_spread_of_eager_seeds(
+def test_the_loss_after_300_steps_lies_within_the_spread_of_seeds(
     name: str, precision: str, form: str, device: torch.device
 ) -> None:
-    check_final_loss(name, precision, form, device, 300)
+    """Both over three seeds: runs that round differently part in the end, and are then as far apart as two seeds.
+
+    (Of one such run, half the outcomes lie outside of the range of three others.)
+    """
+    eager = torch.tensor(list(final_losses(name, precision, device, 300).values()), dtype=torch.float64)
+    found = torch.tensor(
+        [_final_loss(Trainee(name, form, precision, device, seed=seed), 300) for seed in (0, 1, 2)], dtype=torch.float64
+    )
+    error = ((eager.var() + found.var()) / 3).sqrt()
+    assert (found.mean() - eager.mean()).abs() <= T_4_DEGREES_99_PERCENT * error, (found.tolist(), eager.tolist())
 
 
 def test_the_accuracy_check_notices_a_wrong_learning_rate(device: torch.device) -> None:
