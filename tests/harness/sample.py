@@ -89,7 +89,7 @@ class Simulator:
 def run_record(run: str, commit: str, facts: Mapping[str, object], *, started: datetime) -> dict[str, object]:
     return {
         "kind": "run", "run": run, "commit": commit, "started": started.isoformat(), "facts": dict(facts),
-        "kitsune_file": f"/checkouts/{commit[:8]}/kitsune/__init__.py", "harness_file": "/checkouts/harness/__init__.py",
+        "kitsune_file": f"/commits/{commit[:8]}/kitsune/__init__.py", "harness_file": "/commits/harness/__init__.py",
         "profile": "full",
     }  # fmt: skip
 
