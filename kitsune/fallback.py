@@ -18,6 +18,10 @@ _log = logging.getLogger("kitsune")
 _UNTIMED = 1
 _SAMPLES = 4
 
+# Short steps are timed again, in turns, unless the difference is clear: the first replays are slowed by cold caches.
+_CLEARLY_FASTER = 0.9
+_PATIENCE_SECONDS = 0.1
+
 _MISSES_UNTIL_PAUSE = 3
 
 _FREE_CAPTURES = 4
@@ -27,10 +31,10 @@ _REPLAYS_PER_CAPTURE = 20
 class Chooser:
     """Decides how the steps of one signature run.
 
-    In `"auto"` mode the first steps run eagerly and are timed, the next are replayed and timed, and
-    what was faster stays. All of them are the user's own steps, so measuring changes no result. In
-    `"replay"` mode the first step is eager (it initialises the optimizer's state) and nothing is
-    timed.
+    In `"auto"` mode some steps run eagerly and are timed, the next are replayed and timed, and what
+    was faster stays; where that is not clear, it is repeated for a while. All of them are the user's
+    own steps, so measuring changes no result. In `"replay"` mode the first step is eager (it
+    initialises the optimizer's state) and nothing is timed.
 
     Args:
         mode: the configured mode.
@@ -45,7 +49,7 @@ class Chooser:
         self._synchronize = synchronize
         self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
         self._best: dict[Choice, float] = {}
-        self._started = 0.0
+        self._started = self._spent = 0.0
         self._misses = 0
         self.settled = mode == "eager"
 
@@ -70,10 +74,16 @@ class Chooser:
         self._seen[choice] += 1
         if self._timing() and self._seen[choice] > _UNTIMED:
             self._synchronize()
-            seconds = (time.perf_counter() - self._started) / steps
+            elapsed = time.perf_counter() - self._started
+            self._spent += elapsed
+            seconds = elapsed / steps
             self._best[choice] = min(seconds, self._best.get(choice, seconds))
-        if self._seen["replay"] >= self._wanted() and (not self._auto or "replay" in self._best):
+        if self._seen["replay"] < self._wanted() or (self._auto and "replay" not in self._best):
+            return
+        if self._is_clear():
             self._settle()
+        else:
+            self._seen = {"eager": 0, "replay": 0}
 
     def refuse(self, refusal: Refusal) -> None:
         """From now on steps of this signature run eagerly."""
@@ -106,6 +116,11 @@ class Chooser:
     def _timing(self) -> bool:
         # Timing waits for the device, so it pauses while replays fail one after the other.
         return self._auto and not self.settled and self._misses < _MISSES_UNTIL_PAUSE
+
+    def _is_clear(self) -> bool:
+        if not self._auto or self._spent >= _PATIENCE_SECONDS:
+            return True
+        return self._best["replay"] < _CLEARLY_FASTER * self._best["eager"]
 
     def _settle(self) -> None:
         self.settled = True

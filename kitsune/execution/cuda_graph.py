@@ -104,10 +104,10 @@ def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int],
     for position in mutated:
         inputs[position] = _static_copy(inputs[position])
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
+    with _own_workspaces(), torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
         run(inputs)
         outputs = _rehearse(run, inputs)
-    torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
     return outputs
 
 
@@ -143,11 +143,11 @@ def _static_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Lets cuBLAS allocate its workspaces in the graph's own memory.
+    """Lets cuBLAS allocate its workspaces anew, in the graph's own memory while recording, and keep none.
 
     A workspace from before the recording may be freed by others (torch.compile's reduce-overhead
-    mode clears them all) while the graph still writes to it. The call is private; torch's own CUDA
-    graph trees do the same.
+    mode clears them all) while the graph still writes to it; one from warming up takes memory for
+    nothing. The call is private; torch's own CUDA graph trees do the same.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

@@ -139,8 +139,9 @@ class SplitStep(GuardedStep):
 class _Graphs:
     """The captured forward and backward pass of a call.
 
-    `again` runs the call once more, inside autograd; None where that would differ. `on_backward_again`
-    is told when a backward pass is to be differentiated or batched, for which the captured one is no use.
+    `again` runs the call once more, inside autograd; None where that would differ. `on_backward_again`,
+    a bound method whose object is not kept alive, is told when a backward pass is to be differentiated
+    or batched, for which the captured one is no use.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class _Graphs:
         self.forward = forward
         self.again = again
         self._stable = frozenset(stable)
-        self._on_backward_again = on_backward_again
+        self._on_backward_again = weakref.WeakMethod(on_backward_again)
         self.copied_backwards = 0
         self._backward = backward
         self._backwards_in_order = {frozenset[int](): InOrder(program.backward)}
@@ -215,7 +216,8 @@ class _Graphs:
         self, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """As `run_backward`, from the inputs of the call and by autograd: it can be differentiated and batched."""
-        self._on_backward_again()
+        if (tell := self._on_backward_again()) is not None:
+            tell()
         if self.again is None:
             raise KitsuneError(
                 "create_graph or is_grads_batched came after a replay that cannot be repeated (random numbers, buffers "

@@ -100,6 +100,28 @@ def test_a_disturbed_step_does_not_decide(clock: Clock) -> None:
     assert chooser.describe()[0] == "replay"
 
 
+def test_cold_caches_do_not_decide(clock: Clock) -> None:
+    """The first replays of short steps may be slower than eager."""
+    replays = 0
+
+    def cost(choice: str) -> float:
+        nonlocal replays
+        replays += choice == "replay"
+        return 1e-3 if choice == "eager" else 5e-4 * (1 + 10 / (1 + replays))
+
+    chooser = Chooser("auto", clock.synchronize)
+    choices = drive(chooser, clock, cost, steps=400)
+    assert chooser.describe()[0] == "replay"
+    assert choices.count("eager") > 5
+
+
+def test_measuring_ends_where_nothing_is_faster(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda choice: 1e-3 if choice == "eager" else 0.95e-3, steps=150)
+    assert chooser.settled
+    assert chooser.describe()[0] == "replay"
+
+
 def test_nothing_waits_for_the_device_once_it_is_settled(clock: Clock) -> None:
     chooser = Chooser("auto", clock.synchronize)
     drive(chooser, clock, lambda choice: 1.0 if choice == "replay" else 2.0)

@@ -52,6 +52,22 @@ def test_graphs_do_not_outlive_their_owner(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_dropped_model_needs_no_garbage_collection(form: str) -> None:
+    """Its memory is free for the next one at once."""
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer)
+    training.run(4)
+    reference = weakref.ref(model.first.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del training, model, optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_model_trained_again_and_again(form: str) -> None:
     """Captures in a row leave nothing behind."""
     model, _ = net_and_adam()

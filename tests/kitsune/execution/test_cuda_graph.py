@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from kitsune.capture.trace import trace
 from kitsune.execution.cuda_graph import CudaGraph
@@ -121,18 +121,21 @@ def test_graphs_of_one_pool_take_turns() -> None:
     torch.testing.assert_close(third([x, total])[0], x * 3)
 
 
-def test_a_recording_that_fails_leaves_everything_as_it_was() -> None:
-    """The operator waits for the device, which is forbidden while recording."""
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_a_recording_that_fails_leaves_everything_as_it_was(rehearsed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator waits for the device, which a rehearsal forbids; without one, the recording fails at it."""
+    if not rehearsed:
+        monkeypatch.setattr("kitsune.execution.cuda_graph._rehearse", lambda run, inputs: run(inputs))
     x = torch.randn(8, device="cuda")
-
-    def function(x: Tensor) -> list[Tensor]:
-        torch.nonzero(x)
-        return [torch.nn.functional.dropout(x, 0.5)]
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    graph.call_function(torch.ops.aten.nonzero.default, (node,))
+    graph.output([graph.call_function(torch.ops.aten.bernoulli.p, (node, 0.5))])
 
     stream, state = torch.cuda.current_stream(), torch.cuda.get_rng_state()
     pool = GraphPool(CaptureStream())
     with pytest.raises(RuntimeError):
-        record(function, [x], copied={0}, pool=pool)
+        CudaGraph(fx.GraphModule({}, graph), [x], copied={0}, mutated={}, pool=pool)
     assert torch.cuda.current_stream() == stream
     assert torch.cuda.get_sync_debug_mode() == 0
     assert gc.isenabled()
@@ -140,8 +143,7 @@ def test_a_recording_that_fails_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), state)
     torch.randn(5, device="cuda")
     torch.cuda.synchronize()
-    graph = record(count_and_multiply, pair(), copied={0}, pool=pool)
-    graph(pair())
+    record(count_and_multiply, pair(), copied={0}, pool=pool)(pair())
 
 
 def test_release_gives_the_memory_back() -> None:
