@@ -28,6 +28,19 @@ from kitsune.errors import Refusal
 from kitsune.kernels.adam import adam_
 
 Tensors = list[torch.Tensor]
+
+
+def _let_fake_tensors_stand_for_real_ones() -> None:
+    """Gives torch's fused updates a form without data, where this torch has none.
+
+    Tracing would otherwise run them for real, on new memory of the size of all parameters and states.
+    """
+    for operator in ("aten::_fused_adam_.tensor_lr", "aten::_fused_adamw_.tensor_lr", "aten::_fused_sgd_.tensor_lr"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "Meta"):
+            torch.library.impl(operator, "Meta")(lambda *_args, **_options: None)
+
+
+_let_fake_tensors_stand_for_real_ones()
 Options = Mapping[str, Any]
 
 

@@ -6,12 +6,16 @@ import gc
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 
 class CudaGraph:
@@ -58,18 +62,15 @@ class CudaGraph:
         self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated, stream)
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
-        recording = torch.cuda.graph(self._graph, pool=pool.enter(), stream=stream, capture_error_mode="thread_local")
+        handle = pool.enter()
+        recording = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         current = torch.cuda.current_stream(device)
         try:
             with torch.cuda.device(device), _no_garbage_collection(), _own_workspaces(), recording:
                 self._outputs = run(self._inputs)
         except BaseException:
             pool.leave()
-            with torch.cuda.device(
-                device
-            ):  # torch.cuda.graph leaves its stream behind where ending the recording failed
-                torch.cuda.set_stream(current)
-            _mend_generator(device)
+            _mend(self._graph, handle, current)
             raise
         self._static = [self._inputs[position] for position in self._copied]
         self._inputs.clear()
@@ -123,13 +124,21 @@ def _rehearse(run: InOrder, inputs: list[torch.Tensor]) -> Outputs:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def _mend_generator(device: torch.device) -> None:
-    """A recording that failed may leave the random generator in its recording state, where every eager use raises."""
+def _mend(graph: torch.cuda.CUDAGraph, handle: _POOL_HANDLE, current: torch.cuda.Stream) -> None:
+    """Undoes what a recording leaves behind where CUDA cannot end it: torch then skips its own clearing up."""
+    device = current.device
+    with torch.cuda.device(device):
+        torch.cuda.set_stream(current)
+    try:
+        graph.pool()
+    except RuntimeError:  # the recording did not end, so the allocator still serves it, and keeps all that it freed
+        torch._C._cuda_endAllocateToPool(device.index, handle)
+        torch._C._cuda_releasePool(device.index, handle)
     generator = torch.cuda.default_generators[device.index]
     offset = generator.get_offset()
     try:
         torch.empty(1, device=device).uniform_()
-    except RuntimeError:
+    except RuntimeError:  # it is in its recording state, where every eager use raises
         generator.graphsafe_set_state(generator.clone_state())
     generator.set_offset(offset)
 

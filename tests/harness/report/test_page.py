@@ -1,16 +1,23 @@
+from __future__ import annotations
+
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
 
 from harness import compare, report
 from harness.store import Store
 from tests.harness import sample
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+else:
+    pytest.importorskip("playwright", reason="playwright is not installed")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = (
@@ -23,6 +30,8 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         yield launched

@@ -26,6 +26,14 @@ def record(function: Function, inputs: list[Tensor], *, copied: set[int], pool: 
     return CudaGraph(module, inputs, copied=copied, mutated=mutated, pool=pool)
 
 
+def at_rest() -> tuple[int, int]:
+    """Allocated and reserved bytes when nothing runs and nothing is cached."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
 def count_and_multiply(x: Tensor, total: Tensor) -> list[Tensor]:
     total.add_(1)
     return [x * total, x.sum()]
@@ -134,6 +142,8 @@ def test_a_recording_that_fails_leaves_everything_as_it_was(rehearsed: bool, mon
 
     stream, state = torch.cuda.current_stream(), torch.cuda.get_rng_state()
     pool = GraphPool(CaptureStream())
+    record(count_and_multiply, pair(), copied={0}, pool=pool).release()
+    before = at_rest()
     with pytest.raises(RuntimeError):
         CudaGraph(fx.GraphModule({}, graph), [x], copied={0}, mutated={}, pool=pool)
     assert torch.cuda.current_stream() == stream
@@ -141,6 +151,7 @@ def test_a_recording_that_fails_leaves_everything_as_it_was(rehearsed: bool, mon
     assert gc.isenabled()
     assert not torch.cuda.is_current_stream_capturing()
     assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert at_rest() == before
     torch.randn(5, device="cuda")
     torch.cuda.synchronize()
     record(count_and_multiply, pair(), copied={0}, pool=pool)(pair())
@@ -153,17 +164,10 @@ def test_release_gives_the_memory_back() -> None:
         return [(x @ x).relu(), x + 1]
 
     record(function, [x], copied={0}).release()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    before = at_rest()
     for _ in range(5):
         graph = record(function, [x], copied={0})
         graph([x])
         graph.release()
         del graph
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() == before[0]
-    assert torch.cuda.memory_reserved() <= before[1] + 4 * 2**20
+    assert at_rest() == before
