@@ -56,7 +56,9 @@ class Recording:
         if compile and (missing := refuse_inductor(device)) is not None:
             log.add(missing)
             compile = False
-        self._stable = [(position, inputs[position], inputs[position].data_ptr()) for position in sorted(stable)]
+        self._stable = [
+            (place, tensor := inputs[place], tensor.data_ptr(), tensor.requires_grad) for place in sorted(stable)
+        ]
         self.executor: InOrder | CudaGraph
         if device.type != "cuda":
             self.executor = InOrder(module, compile=compile)
@@ -76,8 +78,14 @@ class Recording:
         raise RefusedError(refusal)
 
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the stable inputs are still the same tensors at the same addresses."""
-        return all(inputs[place] is tensor and tensor.data_ptr() == address for place, tensor, address in self._stable)
+        """Whether the stable inputs are still the same tensors, at the same addresses, with gradients or without.
+
+        Not every version of Dynamo guards the latter.
+        """
+        return all(
+            inputs[place] is tensor and tensor.data_ptr() == address and tensor.requires_grad == trained
+            for place, tensor, address, trained in self._stable
+        )
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         return self.executor(inputs)

@@ -105,9 +105,10 @@ class Checkout:
             **{name: value for name, value in os.environ.items() if not name.startswith(("ASV_", "HARNESS_"))},
             "HOME": str(self._home),
             "HARNESS_MACHINE": "test-machine",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(filter(_is_elsewhere, os.environ.get("PYTHONPATH", "").split(os.pathsep))),
             **variables,
         }
-        environment.pop("PYTHONPATH", None)
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=self.root,
@@ -117,3 +118,8 @@ class Checkout:
             text=True,
             check=False,
         )
+
+
+def _is_elsewhere(folder: str) -> bool:
+    """Whether what is imported from `folder` is not of the checkout that these tests belong to."""
+    return folder != "" and not Path(folder).resolve().is_relative_to(ROOT)

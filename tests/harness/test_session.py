@@ -58,6 +58,7 @@ def timed(names: list[str], failures: Mapping[str, str] | None = None) -> RoundR
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "CASES", CASES)
+    monkeypatch.setattr(session.environment, "visible_gpu", lambda: None)
 
 
 @pytest.fixture

@@ -47,6 +47,10 @@ def test_stable_inputs_must_stay() -> None:
     recording = record([x, weight], stable={1})
     assert recording.fits([torch.randn(4, 4), weight])
     assert not recording.fits([x, weight.clone()])
+    weight.requires_grad_()
+    assert not recording.fits([x, weight])
+    weight.requires_grad_(False)
+    assert recording.fits([x, weight])
     weight.data = weight.data.clone()
     assert not recording.fits([x, weight])
 
