@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from harness.breakdown import breakdowns
 from harness.names import is_kitsune, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
@@ -22,6 +23,7 @@ from harness.stats import (
     verdict,
 )
 from harness.store import History, Profile
+from harness.timelines import timeline
 
 DEFAULT_MARGIN = 0.03
 """Relative difference in time that does not matter; also the bound within which Kitsune must stay behind a peer."""
@@ -70,6 +72,8 @@ def compare(
         skips=_skip_groups(newer),
         history=_history(history, commits),
         losses=_losses(newer),
+        breakdowns=breakdowns(newer),
+        timelines=tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune),
         notes=_notes(older, newer, changes),
         damage=history.damage,
     )

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 
+from harness.breakdown import Breakdown
 from harness.names import is_kitsune
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage, Skip
+from harness.timelines import NoTimeline, Timeline
 
 Tally = Mapping[Verdict, int]
 """How often each verdict was given, zeros included."""
@@ -173,6 +175,8 @@ class Comparison:
     skips: tuple[SkipGroup, ...]
     history: tuple[Series, ...]
     losses: tuple[LossCurve, ...]
+    breakdowns: tuple[Breakdown, ...]
+    timelines: tuple[Timeline | NoTimeline, ...]
     notes: tuple[str, ...]
     damage: tuple[Damage, ...]
 

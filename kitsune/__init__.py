@@ -4,7 +4,9 @@ from kitsune.config import Config as Config
 from kitsune.errors import ConfigError as ConfigError
 from kitsune.errors import KitsuneError as KitsuneError
 from kitsune.errors import Refusal as Refusal
+from kitsune.memory.prefetch import prefetch as prefetch
 from kitsune.optimizer import KitsuneOptimizer as KitsuneOptimizer
+from kitsune.plan import Plan as Plan
 from kitsune.status import Status as Status
 from kitsune.step import TrainStep as TrainStep
 

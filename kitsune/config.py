@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,9 @@ class Config:
             intermediates, static inputs and warm-up; an int, or text such as `"2GB"`. None: no bound.
         max_graphs: how many captured graphs (one for each signature of the inputs) are kept; the
             least recently used one is released first.
-        num_streams: number of CUDA streams for the schedule, 1 to 8. Not yet in effect.
+        num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
+            measured fastest stays, one stream included. None: one stream. In effect with `mode="auto"`
+            and without `compile`; not yet in a drop-in loop.
         enable_fusion: fuse operators of the captured graph. Not yet in effect.
     """
 
@@ -73,14 +76,43 @@ class Config:
             return dataclasses.replace(base, **options)
         return cls(**{**_environment(), **options})
 
-    def not_in_effect(self) -> tuple[str, ...]:
-        """Options that were given and validated, but that change nothing in this version."""
-        return tuple(name for name in ("num_streams", "enable_fusion") if getattr(self, name) is not None)
+    def not_in_effect(self, *, uses_streams: bool) -> tuple[str, ...]:
+        """Options that were given and validated, but that change nothing.
+
+        Args:
+            uses_streams: whether what the options are for can run on several streams.
+        """
+        num_streams = self.max_streams() if uses_streams else 1
+        ignored = {
+            "num_streams": self.num_streams not in (None, num_streams),
+            "enable_fusion": self.enable_fusion is not None,
+        }
+        return tuple(name for name, is_ignored in ignored.items() if is_ignored)
+
+    def max_streams(self) -> int:
+        """The most streams that a captured step may use."""
+        measures = self.mode == "auto" and not self.compile
+        return self.num_streams if measures and self.num_streams is not None else 1
 
 
 def option_names() -> set[str]:
     """The names of all options."""
     return {field.name for field in dataclasses.fields(Config)}
+
+
+def cache_dir() -> Path | None:
+    """Where Kitsune keeps what it has measured; None for a user without a home directory.
+
+    `KITSUNE_CACHE_DIR`, else `kitsune` in the user's cache directory: `XDG_CACHE_HOME`, which counts
+    only if it is absolute, as its specification says, else `~/.cache`.
+    """
+    given, base = os.environ.get("KITSUNE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if given:
+            return Path(given).expanduser()
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kitsune"
+    except RuntimeError:  # no home directory
+        return None
 
 
 def _environment() -> dict[str, str]:

@@ -51,6 +51,11 @@ def _refuse_launchers(purpose: str) -> Refusal | None:
     return None
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether `device` runs independent work at the same time, if it is told what depends on what."""
+    return device.type == "cuda"
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until `device` has done all that was asked of it."""
     if device.type == "cuda":

@@ -3,8 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
+
+from kitsune.plan import Plan
+
+
+@dataclass(frozen=True)
+class ScheduleTime:
+    """A schedule of the captured step that was tried.
+
+    Attributes:
+        strategy: how it was made: `"in order"`, `"chains"` or `"list"`.
+        num_streams: the streams that it uses.
+        predicted_us: simulated microseconds of a step.
+        measured_us: the median of some steps on the device; None where it was not measured.
+        chosen: whether it is in use.
+    """
+
+    strategy: str
+    num_streams: int
+    predicted_us: float
+    measured_us: float | None
+    chosen: bool
+
+    def __str__(self) -> str:
+        streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
+        measured = "not measured" if self.measured_us is None else f"measured {self.measured_us:.0f} us"
+        use = ", in use" if self.chosen else ""
+        return f"{self.strategy} on {streams}: predicted {self.predicted_us:.0f} us, {measured}{use}"
 
 
 @dataclass(frozen=True)
@@ -28,7 +56,9 @@ class Status:
         replays: steps that were replayed.
         fallbacks: steps (or parts of steps) that ran eagerly although a captured graph existed.
         refusals: what was not captured or not replayed, and why; each reason once.
-        not_in_effect: options that were given, but change nothing in this version.
+        not_in_effect: options that were given, but change nothing.
+        schedules: those of the captured step that were tried, the simplest first.
+        plan: the plan that is in use; None where there is none.
     """
 
     mode: str
@@ -43,6 +73,8 @@ class Status:
     fallbacks: int = 0
     refusals: tuple[str, ...] = ()
     not_in_effect: tuple[str, ...] = ()
+    schedules: tuple[ScheduleTime, ...] = ()
+    plan: Plan | None = None
 
     @property
     def gain(self) -> float | None:
@@ -58,10 +90,11 @@ class Status:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and derived figures, as JSON can hold them."""
-        values = dataclasses.asdict(self)
-        for name in ("covered", "refusals", "not_in_effect"):
+        values = dataclasses.asdict(dataclasses.replace(self, plan=None))
+        for name in ("covered", "refusals", "not_in_effect", "schedules"):
             values[name] = list(values[name])
-        return {**values, "gain": self.gain, "break_even_steps": self.break_even_steps}
+        plan = None if self.plan is None else json.loads(self.plan.to_json())
+        return {**values, "plan": plan, "gain": self.gain, "break_even_steps": self.break_even_steps}
 
     def __str__(self) -> str:
         rows = [("mode", f"{self.mode} ({self.reason})"), ("covered", ", ".join(self.covered) or "nothing")]
@@ -72,6 +105,7 @@ class Status:
             rows.append(("replayed step", f"{_duration(self.replay_seconds)}, gain {self.gain:.2f}x"))
         rows.append(("setup", f"{self.setup_seconds:.2f} s" + self._pays_off()))
         rows.append(("graphs", f"{self.graphs} held, {self.replays} replays, {self.fallbacks} fallbacks"))
+        rows += [("schedule", str(schedule)) for schedule in self.schedules]
         rows += [("refused", refusal) for refusal in self.refusals]
         rows += [("not yet in effect", option) for option in self.not_in_effect]
         width = max(len(name) for name, _ in rows)

@@ -14,6 +14,7 @@ from kitsune.device import refuse_bfloat16
 from kitsune.fallback import RefusalLog
 from kitsune.loop.step_loop import StepLoop
 from kitsune.optimizer import KitsuneOptimizer
+from kitsune.plan import Plan
 from kitsune.status import Status
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -112,6 +113,10 @@ class TrainStep:
     def status(self) -> Status:
         """What the latest step did and why, with figures over all steps so far."""
         return self._loop.status()
+
+    def plan(self) -> Plan | None:
+        """How steps like the latest one are replayed: tasks, streams, memory, times; None where it ran eagerly."""
+        return self._loop.plan()
 
     def release(self) -> None:
         """Gives all captured graphs and their memory back. Later steps start anew."""

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_EVERYWHERE = ("errors", "config")
+_EVERYWHERE = ("errors", "config", "collection")
 _FACES = ("step", "optimizer")
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
-    "status": (),  # a value: the loop makes it, the faces hand it out
+    "collection": (),
+    "status": ("plan",),  # a value: the loop makes it, the faces hand it out
     "device": (),  # what this machine can do
     "graph": (),
     "plan": ("graph",),
@@ -27,9 +28,21 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "passes": ("device", "graph", "kernels", "timing"),
     "schedule": ("device", "plan", "graph", "timing"),
     "memory": ("device", "plan", "graph"),
-    "execution": ("device", "plan", "kernels", "memory"),
+    "execution": ("device", "graph", "plan", "kernels", "memory"),
     "fallback": (),
-    "loop": ("status", "device", "graph", "capture", "passes", "schedule", "memory", "execution", "fallback"),
+    "loop": (
+        "status",
+        "device",
+        "graph",
+        "plan",
+        "timing",
+        "capture",
+        "passes",
+        "schedule",
+        "memory",
+        "execution",
+        "fallback",
+    ),
 }
 LAYERS |= dict.fromkeys(_FACES, (*LAYERS, *_FACES))
 """For each module or package of `kitsune`, which others it may import; besides these, itself and `_EVERYWHERE`."""

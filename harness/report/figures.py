@@ -20,8 +20,8 @@ _SHARE_FOR_TEXT = 0.44
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart: an identifier within the page, a title, Plotly's traces and layout, and what changes in each trace and,
-    by dotted path, in the layout where the page is narrow.
+    """A chart: an identifier within the page, a title, Plotly's traces and layout, what changes in each trace and, by
+    dotted path, in the layout where the page is narrow, and whether it takes the page's whole width.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Figure:
     layout: Spec
     narrow_trace: Spec = field(default_factory=dict)
     narrow_layout: Spec = field(default_factory=dict)
+    is_wide: bool = False
 
 
 def speedups(comparison: Comparison) -> list[Figure]:
@@ -125,7 +126,7 @@ def _forest(name: str, case: Case, rows: Sequence[Row], margin: float) -> Figure
         shapes=[band, style.line_at_one("x"), *style.lines_between_precisions(variants)],
     )
     traces = [_mark(row, speedup) for row, speedup in marks]
-    narrow = style.names_above_rows(variants)
+    narrow = style.names_above_rows([style.variant_name(variant) for variant in variants])
     return Figure(name, style.case_name(case), traces, style.height(variants, layout), narrow_layout=narrow)
 
 
@@ -165,7 +166,7 @@ def _bar_chart(name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec
     )
     layout["margin"] = {"l": 8, "r": 8, "t": 6, "b": 8}
     bars: Spec = {"offset": 0.06, "width": 0.4}
-    names = style.names_above_rows(variants)
+    names = style.names_above_rows([style.variant_name(variant) for variant in variants])
     return Figure(name, style.case_name(case), traces, style.height(variants, layout), bars, names)
 
 

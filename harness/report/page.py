@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import formats, render, tables
+from harness import formats, render, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
-from harness.report import figures
+from harness.report import figures, step_figures
 from harness.report.figures import Figure
 from harness.rows import Comparison, Tally
 from harness.stats import Verdict
@@ -47,6 +47,8 @@ def html_page(comparison: Comparison) -> str:
         "speedup": figures.speedups(comparison),
         "memory": figures.memory(comparison),
         "setup": figures.setups(comparison),
+        "contribution": step_figures.contributions(comparison),
+        "streams": step_figures.timelines(comparison),
         "history": figures.history(comparison),
         "loss": figures.losses(comparison),
     }
@@ -100,11 +102,26 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             _charts(charts["setup"]),
         ),
         _Section(
+            "Contributions",
+            "What each optimization contributes",
+            "The time of a step with one optimization after the other: as it is, with forward and backward captured"
+            " (drop-in), with the optimizer in the same replay (TrainStep), and with its tasks on several streams."
+            " Each is compared with the one above it.",
+            _explained_charts(charts["contribution"], step_tables.contribution_table(comparison)),
+        ),
+        _Section(
+            "Streams",
+            "Streams",
+            "What runs when within a step: a bar is an operator, coloured by its kind, in the row of its stream; paler"
+            " rows are predicted beside measured ones. Drag to zoom in, click twice to see all.",
+            _streams(comparison, charts["streams"]),
+        ),
+        _Section(
             "History",
             "History",
             "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval. Solid lines"
             " are fp32, dashed ones amp.",
-            _history(comparison, charts["history"]),
+            _explained_charts(charts["history"], tables.history_table(comparison)),
         ),
         _Section(
             "Loss",
@@ -172,11 +189,17 @@ def _tally(title: str, tally: Tally) -> str:
     return f'<div class="tally"><h3>{escape(title)}</h3><ul>{counts}</ul></div>'
 
 
-def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+def _explained_charts(drawn: Sequence[Figure], numbers: Table) -> str:
     if not drawn:
         return ""
-    numbers = _table(tables.history_table(comparison))
-    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{numbers}</details>"
+    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{_table(numbers)}</details>"
+
+
+def _streams(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    """The timelines and, always in sight, which variants have none and why."""
+    if not comparison.timelines:
+        return '<p class="notice">No Kitsune variant was measured, so there is no step to show.</p>'
+    return f"{_charts(drawn)}{_table(step_tables.plan_table(comparison))}"
 
 
 def _reading(comparison: Comparison) -> str:
@@ -198,12 +221,15 @@ def _section(section: _Section) -> str:
 def _charts(drawn: Sequence[Figure]) -> str:
     if not drawn:
         return ""
-    cards = "".join(
-        f'<figure><figcaption>{escape(figure.title)}</figcaption><div id="{figure.name}" class="chart"></div></figure>'
-        for figure in drawn
-    )
+    cards = "".join(map(_card, drawn))
     notice = '<p class="unscripted">Charts need scripts; the tables hold the numbers.</p>'
     return f'{notice}<div class="charts">{cards}</div>'
+
+
+def _card(figure: Figure) -> str:
+    kind = ' class="wide"' if figure.is_wide else ""
+    chart = f'<div id="{figure.name}" class="chart"></div>'
+    return f"<figure{kind}><figcaption>{escape(figure.title)}</figcaption>{chart}</figure>"
 
 
 def _table(whole: Table) -> str:

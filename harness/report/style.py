@@ -25,6 +25,7 @@ _MARKS = {
     "handcaptured_compile": ("#0055a4", "hexagon"),
     "kitsune_dropin": ("#aa3377", "star-diamond"),
     "kitsune_trainstep": ("#d9540b", "star"),
+    "kitsune_trainstep_streams": ("#8a2f00", "star-triangle-up"),
 }
 """Colour and symbol of a variant in any precision. Colours differ in lightness too, for readers who see few of them."""
 
@@ -134,10 +135,15 @@ def speedup_axis(speedups: Sequence[Estimate]) -> Spec:
 
 def variant_axis(variants: Sequence[str]) -> Spec:
     """A vertical axis of variants in the tables' order, the first at the top."""
+    return name_axis([variant_name(variant) for variant in variants])
+
+
+def name_axis(names: Sequence[str]) -> Spec:
+    """A vertical axis of named rows, the first at the top."""
     return {
         "type": "category",
         "categoryorder": "array",
-        "categoryarray": [variant_name(variant) for variant in variants],
+        "categoryarray": list(names),
         "autorange": "reversed",
         "automargin": True,
         "fixedrange": True,
@@ -158,16 +164,15 @@ def lines_between_precisions(variants: Sequence[str]) -> list[Spec]:
     ]  # fmt: skip
 
 
-def height(variants: Sequence[str], layout: Spec) -> Spec:
-    """The layout with a height that suits a row for each variant."""
-    return layout | {"height": _PIXELS_BELOW_ROWS + 25 * len(variants)}
+def height(rows: Sequence[str], layout: Spec) -> Spec:
+    """The layout with a height that suits these rows."""
+    return layout | {"height": _PIXELS_BELOW_ROWS + 25 * len(rows)}
 
 
-def names_above_rows(variants: Sequence[str]) -> Spec:
+def names_above_rows(names: Sequence[str]) -> Spec:
     """What changes in a layout, by dotted path, where there is no room for names beside the rows."""
-    names = [variant_name(variant) for variant in variants]
     return {
-        "height": _PIXELS_BELOW_ROWS + 40 * len(variants),
+        "height": _PIXELS_BELOW_ROWS + 40 * len(names),
         "yaxis.showticklabels": False,
         "yaxis.showgrid": False,
         "annotations": [

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import fx
 
+from kitsune.collection import no_garbage_collection
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
 
@@ -25,14 +25,14 @@ class CudaGraph:
     overwrites them.
 
     Args:
-        module: a graph of ATen operators over flat tensors of one CUDA device.
+        run: runs a graph of ATen operators over flat tensors of one CUDA device, on the first stream
+            of the pool, and ends there if it uses others.
         inputs: the tensors of the call for which it is recorded.
         copied: positions of inputs whose values are copied in at each call; the others are used in
             place and must be the same tensors, at the same addresses, at every call.
         mutated: positions of inputs that the graph writes. Warming up runs on copies of them.
         warm_up: inputs to warm up on in place of `inputs`, where those hold no valid values yet.
         pool: the memory pool that it records into.
-        compile: record what Inductor makes of the graph.
 
     Recording disturbs nothing of the user's: it runs on a side stream, on copies of whatever is
     written, restores the random state, and does not react to other threads' CUDA calls.
@@ -43,30 +43,29 @@ class CudaGraph:
 
     def __init__(
         self,
-        module: fx.GraphModule,
+        run: InOrder,
         inputs: Sequence[torch.Tensor],
         *,
         copied: Collection[int],
         mutated: Collection[int],
         pool: GraphPool,
-        compile: bool = False,
         warm_up: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        run = InOrder(module, compile=compile)
         self._copied = sorted(copied)
         self._inputs = list(inputs)
         for position in self._copied:
             self._inputs[position] = _static_copy(inputs[position])
         device = inputs[0].device
-        stream = pool.stream.on(device)
+        (stream,) = pool.streams.on(device)
         self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated, stream)
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
         handle = pool.enter()
         recording = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         current = torch.cuda.current_stream(device)
+        gc.collect()
         try:
-            with torch.cuda.device(device), _no_garbage_collection(), _own_workspaces(), recording:
+            with torch.cuda.device(device), no_garbage_collection(), _own_workspaces(), recording:
                 self._outputs = run(self._inputs)
         except BaseException:
             pool.leave()
@@ -163,16 +162,3 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection during the recording could free CUDA memory or graphs, which would break it."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

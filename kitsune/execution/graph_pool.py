@@ -1,4 +1,4 @@
-"""What several CUDA graphs share: the stream they are recorded on, and memory."""
+"""The memory that several CUDA graphs share."""
 
 from __future__ import annotations
 
@@ -6,25 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kitsune.execution.stream_pool import StreamPool
+
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
-
-
-class CaptureStream:
-    """The side stream on which the graphs of one loop are warmed up and recorded.
-
-    One for all of them: cuBLAS keeps a workspace of tens of MiB for every stream that it has seen.
-    One for each loop: graphs of different loops may run at the same time, and must not share it.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def on(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of `device`."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 class GraphPool:
@@ -34,10 +19,13 @@ class GraphPool:
     must outlive a replay (saved values of a forward pass, gradients) needs a graph with a pool of
     its own. PyTorch's allocator does not let a pool be entered again once its last graph is gone, so
     the handle changes then.
+
+    Args:
+        streams: on which the graphs are warmed up and recorded.
     """
 
-    def __init__(self, stream: CaptureStream) -> None:
-        self.stream = stream
+    def __init__(self, streams: StreamPool) -> None:
+        self.streams = streams
         self._handle: _POOL_HANDLE | None = None
         self._graphs = 0
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from kitsune.execution.lanes import Lanes
+
 Outputs = Sequence[torch.Tensor]
 
 
@@ -20,13 +22,18 @@ class InOrder:
     Args:
         module: a graph of ATen operators over flat tensors.
         compile: let Inductor compile the graph at the first call.
+        lanes: makes, for each call, what a graph lowered to several streams takes before its inputs.
     """
 
     name = "in order"
     keeps_outputs = False
 
-    def __init__(self, module: fx.GraphModule, *, compile: bool = False) -> None:
+    def __init__(
+        self, module: fx.GraphModule, *, compile: bool = False, lanes: Callable[[], Lanes] | None = None
+    ) -> None:
         self._run: Callable[..., Outputs] = module.forward
+        if lanes is not None:
+            self._run = lambda *inputs: module.forward(lanes(), *inputs)
         if compile:
             self.name = "inductor"
             self._run = torch.compile(module, fullgraph=True, dynamic=False)

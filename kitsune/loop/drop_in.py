@@ -14,7 +14,7 @@ from kitsune.capture.watch import refuse_function_modes, refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, synchronize
 from kitsune.errors import Refusal, RefusedError
-from kitsune.execution.graph_pool import CaptureStream
+from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
@@ -37,8 +37,8 @@ class DropInLoop:
     def __init__(self, optimizer: torch.optim.Optimizer, config: Config, log: RefusalLog) -> None:
         self._optimizer, self._config, self._log = optimizer, config, log
         self._gradients: dict[int, torch.Tensor] = {}
-        self._stream = CaptureStream()
-        self._update = UpdateStep(optimizer, self._gradients, config=config, stream=self._stream, log=log)
+        self._streams = StreamPool()
+        self._update = UpdateStep(optimizer, self._gradients, config=config, streams=self._streams, log=log)
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, Call] = {}
         self._refusals: dict[int, Refusal] = {}
@@ -148,7 +148,7 @@ class DropInLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(),
+            not_in_effect=self._config.not_in_effect(uses_streams=False),
         )
 
     def _mode(self) -> tuple[str, str]:
@@ -174,7 +174,7 @@ class DropInLoop:
         # Nothing here may refer to the loop: it must die with its optimizer.
         chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer))
         return SplitStep(
-            module, eager, self._gradients, config=self._config, stream=self._stream, chooser=chooser, log=self._log
+            module, eager, self._gradients, config=self._config, streams=self._streams, chooser=chooser, log=self._log
         )
 
 

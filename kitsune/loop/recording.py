@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
@@ -14,6 +14,8 @@ from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
+from kitsune.execution.lanes import lanes_for
+from kitsune.execution.lower import Lowered
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow, liveness
 
@@ -30,6 +32,8 @@ class Recording:
         pool: the memory pool, on a CUDA device.
         log: told when an option cannot be followed.
         warm_up: see `CudaGraph`.
+        lowered: what runs in place of `module`, which it computes; Inductor leaves it as it is.
+        on_release: told when the memory that `lowered` uses is free again.
 
     Raises:
         RefusedError: the graph cannot be replayed on copies of these inputs, or would need more
@@ -46,7 +50,10 @@ class Recording:
         pool: GraphPool,
         log: RefusalLog,
         warm_up: Sequence[torch.Tensor] | None = None,
+        lowered: Lowered | None = None,
+        on_release: Callable[[], None] | None = None,
     ) -> None:
+        self._on_release = on_release
         device = inputs[0].device
         copied = [position for position in range(len(inputs)) if position not in stable]
         mutated = dataflow.written_inputs(module.graph)
@@ -60,13 +67,15 @@ class Recording:
             (place, tensor := inputs[place], tensor.data_ptr(), tensor.requires_grad) for place in sorted(stable)
         ]
         self.executor: InOrder | CudaGraph
+        if lowered is None:
+            run = InOrder(module, compile=compile)
+        else:
+            run = InOrder(lowered.module, lanes=lanes_for(lowered.num_streams, pool.streams, device))
         if device.type != "cuda":
-            self.executor = InOrder(module, compile=compile)
+            self.executor = run
             return
         try:
-            self.executor = CudaGraph(
-                module, inputs, copied=copied, mutated=mutated, pool=pool, compile=compile, warm_up=warm_up
-            )
+            self.executor = CudaGraph(run, inputs, copied=copied, mutated=mutated, pool=pool, warm_up=warm_up)
             return
         except torch.OutOfMemoryError:
             refusal = Refusal("there is too little device memory to capture the step")
@@ -93,6 +102,8 @@ class Recording:
     def release(self) -> None:
         self.executor.release()
         self._stable.clear()
+        if self._on_release is not None:
+            self._on_release()
 
 
 def _refuse_inputs(

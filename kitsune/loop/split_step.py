@@ -14,9 +14,10 @@ from kitsune.capture.split_program import SplitProgram, TensorLayout, trace_spli
 from kitsune.config import Config
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
-from kitsune.execution.graph_pool import CaptureStream, GraphPool
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
+from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
@@ -44,12 +45,12 @@ class SplitStep(GuardedStep):
         gradients: dict[int, torch.Tensor],
         *,
         config: Config,
-        stream: CaptureStream,
+        streams: StreamPool,
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
         super().__init__(module, call, config=config, chooser=chooser, log=log)
-        self._gradients, self._stream = gradients, stream
+        self._gradients, self._streams = gradients, streams
         self._graphs: _Graphs | None = None
 
     @property
@@ -101,7 +102,7 @@ class SplitStep(GuardedStep):
         known = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
         forward = Recording(
-            program.forward, flat, stable=stable, config=self._config, pool=GraphPool(self._stream), log=self._log
+            program.forward, flat, stable=stable, config=self._config, pool=GraphPool(self._streams), log=self._log
         )
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
         try:
@@ -130,7 +131,7 @@ class SplitStep(GuardedStep):
             [*saved, *tangents],
             stable=range(len(saved)),
             config=self._config,
-            pool=GraphPool(self._stream),
+            pool=GraphPool(self._streams),
             log=self._log,
             warm_up=warm,
         )

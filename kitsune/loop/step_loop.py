@@ -13,12 +13,15 @@ from kitsune.capture.state import note_step
 from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
-from kitsune.device import synchronize
-from kitsune.execution.graph_pool import CaptureStream, GraphPool
+from kitsune.device import has_streams, synchronize
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.cache import StepCache
 from kitsune.loop.whole_step import WholeStep
+from kitsune.memory.pool import MemoryPool
+from kitsune.plan import Plan
 from kitsune.status import Status
 
 
@@ -30,7 +33,7 @@ class StepLoop:
 
     def __init__(self, spec: StepSpec, config: Config, device: torch.device, log: RefusalLog) -> None:
         self._spec, self._config, self._device, self._log = spec, config, device, log
-        self._pool = GraphPool(CaptureStream())
+        self._pool, self._memory = GraphPool(StreamPool()), MemoryPool()
         self._accumulators = Accumulators(spec)
         phases = 1 if spec.accumulate == 1 else 2
         self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, log)
@@ -61,7 +64,12 @@ class StepLoop:
     def release(self) -> None:
         """Gives all graphs and their memory back."""
         self._steps.clear()
+        self._memory.release()
         self._latest = None
+
+    def plan(self) -> Plan | None:
+        """The plan by which steps like the latest one are replayed; None where it ran eagerly."""
+        return None if self._latest is None else self._latest.plan
 
     def status(self) -> Status:
         latest = self._latest
@@ -78,7 +86,9 @@ class StepLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(),
+            not_in_effect=self._config.not_in_effect(uses_streams=has_streams(self._device)),
+            schedules=() if latest is None else latest.schedules(),
+            plan=self.plan(),
         )
 
     def _make(self, phase: Phase) -> WholeStep:
@@ -91,6 +101,7 @@ class StepLoop:
             self._accumulators,
             config=self._config,
             pool=self._pool,
+            memory=self._memory,
             chooser=chooser,
             log=self._log,
         )

@@ -13,7 +13,8 @@ from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
-from kitsune.execution.graph_pool import CaptureStream, GraphPool
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import CaptureBudget, RefusalLog
 from kitsune.loop.recording import Recording
 
@@ -54,7 +55,7 @@ class UpdateStep:
         gradients: Mapping[int, torch.Tensor],
         *,
         config: Config,
-        stream: CaptureStream,
+        streams: StreamPool,
         log: RefusalLog,
     ) -> None:
         self.setup_seconds = 0.0
@@ -62,7 +63,7 @@ class UpdateStep:
         self.refusal: Refusal | None = None
         self._optimizer, self._gradients = optimizer, gradients
         self._config, self._log = config, log
-        self._pool = GraphPool(stream)
+        self._pool = GraphPool(streams)
         self._budget = CaptureBudget()
         self._composed = config.compile
         self._updates: OrderedDict[_Key, _Update] = OrderedDict()

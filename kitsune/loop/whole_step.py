@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,12 +15,20 @@ from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
+from kitsune.device import has_streams
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop import planning
 from kitsune.loop.accumulation import Accumulators
+from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
+from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
+from kitsune.memory.pool import MemoryPool
+from kitsune.plan import Plan
+from kitsune.status import ScheduleTime
+from kitsune.timing.stopwatch import stopwatch
 
 
 class WholeStep(GuardedStep):
@@ -26,6 +38,8 @@ class WholeStep(GuardedStep):
         spec: the step.
         phase: see `trace_step`.
         accumulators: the sums of gradients; unused in the phase `"whole"`.
+        pool: for the graphs.
+        memory: for the arenas of planned values; of steps that never run at the same time.
         chooser: decides whether steps of this signature are replayed.
     """
 
@@ -37,26 +51,60 @@ class WholeStep(GuardedStep):
         *,
         config: Config,
         pool: GraphPool,
+        memory: MemoryPool,
         chooser: Chooser,
         log: RefusalLog,
     ) -> None:
         super().__init__(spec.module, spec.loss, config=config, chooser=chooser, log=log)
-        self._spec, self._phase, self._accumulators, self._pool = spec, phase, accumulators, pool
+        self._spec, self._phase, self._accumulators = spec, phase, accumulators
+        self._pool, self._memory = pool, memory
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
         self._program: StepProgram | None = None
-        self._recording: Recording | None = None
+        self._contest: Contest[Recording] | None = None
+        self._plans: list[Planned] = []
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
 
     @property
     def executor(self) -> str | None:
         """What runs the captured graph; None while there is none."""
-        return None if self._recording is None else self._recording.executor.name
+        return None if self._contest is None else self._contest.winner.executor.name
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan by which steps are replayed at present, with its measured time; None where nothing is captured."""
+        if self._contest is None:
+            return None
+        measured = self._contest.times_us[self._contest.place]
+        return dataclasses.replace(self._plans[self._contest.place].plan, measured_us=measured)
+
+    def schedules(self) -> tuple[ScheduleTime, ...]:
+        """All plans that were tried, and their times."""
+        if self._contest is None:
+            return ()
+        timed = zip(self._plans, self._contest.times_us, strict=True)
+        return tuple(
+            ScheduleTime(
+                strategy=planned.plan.schedule.strategy,
+                num_streams=planned.plan.schedule.num_streams,
+                predicted_us=planned.plan.predicted_us,
+                measured_us=measured,
+                chosen=place == self._contest.place,
+            )
+            for place, (planned, measured) in enumerate(timed)
+        )
+
+    def describe(self) -> tuple[str, str]:
+        mode, reason = super().describe()
+        if mode == "replay" and self._contest is not None and self._contest.trying:
+            return "measuring", "schedules of the captured step are being timed"
+        return mode, reason
 
     def _drop(self) -> None:
-        if self._recording is not None:
-            self._recording.release()
-        self._recording = self._program = None
+        if self._contest is not None:
+            self._contest.release()
+        self._contest = self._program = None
+        self._plans = []
         self._trained = []
 
     def _refuse_call(self) -> Refusal | None:
@@ -70,18 +118,20 @@ class WholeStep(GuardedStep):
         return super()._refuse_capture()
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self._recording is None:
+        if self._contest is None:
             self._record(graph, flat)
         else:
             self._check_state(flat)
-        recording, program = self._recording, self._program
-        assert recording is not None and program is not None
+        contest, program = self._contest, self._program
+        assert contest is not None and program is not None
         if not self._accumulators.covered_by(program.params):
             raise RefusedError(
                 Refusal("other parameters had gradients in the earlier calls of this update"), passing=True
             )
-        outputs = recording([*flat, *program.state])
-        if recording.executor.keeps_outputs:
+        inputs = [*flat, *program.state]
+        self._consider_streams(inputs)
+        outputs = contest(inputs)
+        if contest.winner.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
         self._account(program)
         if self._phase == "accumulate":
@@ -95,17 +145,44 @@ class WholeStep(GuardedStep):
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
-        self._recording = Recording(
-            program.module,
-            [*flat, *program.state],
-            stable=program.stable,
-            config=self._config,
-            pool=self._pool,
-            log=self._log,
-        )
+        inputs = [*flat, *program.state]
+        self._plans = [planning.in_order(program.module, inputs)]
+        first = Recording(program.module, inputs, **self._conditions(program))
+        self._contest = Contest(first, stopwatch(inputs[0].device), self._log.add)
         self._program = program
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
+
+    def _conditions(self, program: StepProgram) -> dict[str, Any]:
+        return {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
+
+    def _consider_streams(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Once replay has proved faster than eager, lets plans on several streams try to be faster still."""
+        contest, program = self._contest, self._program
+        assert contest is not None and program is not None
+        num_streams = self._config.max_streams()
+        if len(self._plans) > 1 or not self.chooser.settled or num_streams == 1 or not has_streams(inputs[0].device):
+            return
+        started = time.perf_counter()
+        self._plans += planning.challengers(program.module, inputs, num_streams)
+        self.setup_seconds += time.perf_counter() - started
+
+        def entrant(planned: Planned, inputs: Sequence[torch.Tensor]) -> Recording:
+            arena = self._memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
+            give_back = partial(self._memory.give, arena)
+            try:
+                return Recording(
+                    planned.module,
+                    inputs,
+                    lowered=planned.lowered(arena),
+                    on_release=give_back,
+                    **self._conditions(program),
+                )
+            except RefusedError:
+                give_back()
+                raise
+
+        contest.open([partial(entrant, planned) for planned in self._plans[1:]])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)
@@ -117,9 +194,9 @@ class WholeStep(GuardedStep):
 
     def _changed(self, flat: Sequence[torch.Tensor]) -> str | None:
         """What is no longer as it was captured; None if nothing is."""
-        program, recording, scaler = self._program, self._recording, self._spec.scaler
-        assert recording is not None and program is not None
-        if not recording.fits([*flat, *program.state]):
+        program, contest, scaler = self._program, self._contest, self._spec.scaler
+        assert contest is not None and program is not None
+        if not contest.winner.fits([*flat, *program.state]):
             return "a parameter or a buffer"
         if scaler is not None and (
             program.scaling != scaling(scaler) or not _same(program.scale, scaler_tensors(scaler))

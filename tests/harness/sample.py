@@ -3,6 +3,7 @@
 Nothing made here ever lies under the project's own ``results/``.
 """
 
+import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from harness.store import Store
+from kitsune.status import ScheduleTime
+from tests.harness import plans
 
 MEBIBYTE = 2**20
 COMMITS = ("3f1c9a20" * 5, "8b2e77d4" * 5, "c05d61ef" * 5)
@@ -123,7 +126,13 @@ def profile_record(
         [step, 2.31 * math.exp(-step / 60) * (1 + rng.gauss(0, 0.004)) + 0.05 if learns else 2.31]
         for step in range(0, 201, 10)
     ]
-    status = {"mode": "replay", "reason": None, "gain": 3.1} if variant.startswith("kitsune") else None
+    status: dict[str, object] | None = None
+    if variant.startswith("kitsune"):
+        status = {"mode": "replay", "reason": None, "gain": 3.1}
+    if status is not None and "trainstep" in variant and on_gpu:
+        status["plan"] = plans.document(num_tasks=40, num_streams=2 if variant.endswith("amp") else 1)
+        if case["model"] == "mlp":
+            status["schedules"] = [schedule_time("in order", 1, 120.0), schedule_time("list", 2, 100.0)]
     return {
         "kind": "profile", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
         "setup_s": setup * (1 + abs(rng.gauss(0, 0.1))),
@@ -131,6 +140,11 @@ def profile_record(
         "peak_reserved_bytes": int(mebibytes * 1.2 * MEBIBYTE) if on_gpu else None,
         "peak_rss_bytes": int((420 + mebibytes) * MEBIBYTE), "losses": losses, "kitsune": status,
     }  # fmt: skip
+
+
+def schedule_time(strategy: str, num_streams: int, measured_us: float | None) -> dict[str, object]:
+    """An entry of the ``schedules`` in a status, as Kitsune writes it."""
+    return dataclasses.asdict(ScheduleTime(strategy, num_streams, 90.0, measured_us, chosen=True))
 
 
 def skip_record(

@@ -29,7 +29,7 @@ class StaticMemory(CudaGraph):
 
     def __init__(
         self,
-        module: fx.GraphModule,
+        run: InOrder,
         inputs: Sequence[Tensor],
         *,
         copied: Collection[int],
@@ -37,7 +37,7 @@ class StaticMemory(CudaGraph):
         pool: GraphPool,
         warm_up: Sequence[Tensor] | None = None,
     ) -> None:
-        self._run = InOrder(module)
+        self._run = run
         self._copied = sorted(copied)
         self._inputs = list(inputs)
         for position in self._copied:
@@ -104,8 +104,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         self: Recording, module: fx.GraphModule, inputs: Sequence[Tensor], *, stable: Collection[int], **more: Any
     ) -> None:
         record(self, module, inputs, stable=stable, **more)
+        assert isinstance(self.executor, InOrder)
         self.executor = StaticMemory(
-            module,
+            self.executor,
             inputs,
             copied=[position for position in range(len(inputs)) if position not in stable],
             mutated=dataflow.written_inputs(module.graph),

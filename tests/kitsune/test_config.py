@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_defaults_change_nothing() -> None:
     assert not config.enable_amp
     assert not config.compile
     assert config.max_memory is None
-    assert config.not_in_effect() == ()
+    assert config.not_in_effect(uses_streams=True) == ()
 
 
 def test_it_is_frozen() -> None:
@@ -160,8 +161,27 @@ def test_a_config_object_does_not_follow_the_environment(monkeypatch: pytest.Mon
 
 
 def test_options_that_are_not_in_effect_yet() -> None:
-    assert set(Config(num_streams=4, enable_fusion=True).not_in_effect()) == {"num_streams", "enable_fusion"}
-    assert Config(enable_fusion=False).not_in_effect() == ("enable_fusion",)
+    config = Config(num_streams=4, enable_fusion=True)
+    assert set(config.not_in_effect(uses_streams=False)) == {"num_streams", "enable_fusion"}
+    assert config.not_in_effect(uses_streams=True) == ("enable_fusion",)
+    assert config.max_streams() == 4
+
+    assert Config(enable_fusion=False).not_in_effect(uses_streams=True) == ("enable_fusion",)
+
+
+@pytest.mark.parametrize(
+    ("options", "ignored"),
+    [
+        ({"num_streams": 4, "mode": "replay"}, True),
+        ({"num_streams": 4, "compile": True}, True),
+        ({"num_streams": 1, "mode": "replay"}, False),
+        ({"num_streams": None}, False),
+    ],
+)
+def test_where_nothing_is_measured_one_stream_is_used(options: dict[str, Any], ignored: bool) -> None:
+    config = Config(**options)
+    assert config.max_streams() == 1
+    assert config.not_in_effect(uses_streams=True) == (("num_streams",) if ignored else ())
 
 
 def units() -> Iterator[tuple[str, int]]:

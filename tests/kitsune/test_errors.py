@@ -37,6 +37,7 @@ def test_a_refusal_is_a_value() -> None:
 
 
 def test_the_public_names() -> None:
-    names = {"Config", "ConfigError", "KitsuneError", "KitsuneOptimizer", "Refusal", "Status", "TrainStep"}
+    classes = {"Config", "ConfigError", "KitsuneError", "KitsuneOptimizer", "Plan", "Refusal", "Status", "TrainStep"}
+    names = {*classes, "prefetch"}
     assert all(hasattr(kitsune, name) for name in names)
     assert kitsune.__version__.count(".") == 2

@@ -12,7 +12,7 @@ import pytest
 
 from harness import compare, report
 from harness.store import Store
-from tests.harness import sample
+from tests.harness import plans, sample
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -90,10 +90,11 @@ def visit(browser: Browser, gpu_page: Path) -> Visit:
 @needs_chromium
 def test_every_chart_is_drawn_and_nothing_is_fetched(visit: Visit, gpu_page: Path) -> None:
     names = visit.page.eval_on_selector_all(".chart", "charts => charts.map((chart) => chart.id)")
-    assert sorted(names) == sorted(
-        f"{kind}-{index}" for kind in ("speedup", "memory", "setup", "history", "loss") for index in range(3)
-    )
-    least = {"speedup": 10, "memory": 26, "setup": 13, "history": 10, "loss": 13}
+    expected = {"speedup": 3, "memory": 3, "setup": 3, "contribution": 3, "streams": 6, "history": 3, "loss": 3}
+    assert sorted(names) == sorted(f"{kind}-{index}" for kind, number in expected.items() for index in range(number))
+    least = {
+        "speedup": 10, "memory": 26, "setup": 13, "contribution": 8, "streams": 80, "history": 10, "loss": 13,
+    }  # fmt: skip
     for name in names:
         kind = name.partition("-")[0]
         marks = visit.page.locator(f"#{name} {'.js-line' if kind == 'loss' else '.point'}")
@@ -104,6 +105,53 @@ def test_every_chart_is_drawn_and_nothing_is_fetched(visit: Visit, gpu_page: Pat
     assert min(visit.page.locator(".chart .bars .point path").evaluate_all(heights)) > 5
     assert visit.requests == [gpu_page.as_uri()]
     assert visit.complaints == []
+
+
+@needs_chromium
+def test_a_timeline_tells_what_runs_and_zooms(visit: Visit) -> None:
+    chart = visit.page.locator("#streams-1")
+    rows = [text.strip() for text in chart.locator(".ytick text").all_text_contents()]
+    assert rows == ["stream 1 measured", "stream 1 predicted", "stream 0 measured", "stream 0 predicted"], "from below"
+    assert chart.locator(".point").count() == 80
+    first = chart.locator(".point path").first
+    first.hover(force=True)
+    visit.page.wait_for_function("() => document.querySelector('#streams-1 .hovertext')")
+    assert "aten.convolution.default" in (chart.locator(".hovertext").first.text_content() or "")
+
+    def width() -> float:
+        return float(first.evaluate("path => path.getBoundingClientRect().width"))
+
+    before = width()
+    box = chart.locator(".nsewdrag").bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + 2, box["y"] + 5)
+    visit.page.mouse.down()
+    visit.page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 5, steps=4)
+    visit.page.mouse.up()
+    visit.page.wait_for_function("() => document.querySelector('#streams-1').layout.xaxis.range[1] < 100")
+    assert width() > 3 * before
+    visit.page.locator("#streams-1 .nsewdrag").dblclick()
+    visit.page.wait_for_function("() => document.querySelector('#streams-1').layout.xaxis.range[1] > 200")
+
+
+@needs_chromium
+def test_every_kitsune_variant_has_a_timeline_or_a_reason(visit: Visit) -> None:
+    rows = visit.texts("#streams tbody tr")
+    assert len(rows) == 12
+    assert sum("no timeline: its status holds no plan" in row for row in rows) == 6
+    assert sum("219 µs" in row for row in rows) == 6
+
+
+@needs_chromium
+def test_contributions_name_what_was_not_measured(visit: Visit) -> None:
+    written = [text.strip() for text in visit.page.locator("#contribution-1 .bartext").all_text_contents()]
+    assert [text == "not measured" for text in written] == [False, False, False, True] * 2
+    assert all("× as fast" in written[place] for place in (1, 2, 5, 6))
+    visit.page.locator("#contributions summary").click()
+    rows = visit.texts("#contributions tbody tr")
+    assert len(rows) == 24
+    assert sum("timed by Kitsune itself" in row for row in rows) == 4
+    assert sum("not measured" in row for row in rows) == 4
 
 
 @needs_chromium
@@ -167,7 +215,7 @@ def test_a_phone_scrolls_down_only(browser: Browser, gpu_page: Path) -> None:
 def test_the_tables_are_readable_without_scripts(browser: Browser, gpu_page: Path) -> None:
     visit = Visit(browser, gpu_page, scripts=False)
     assert visit.page.locator("#variants tbody tr:visible").count() == 41
-    assert visit.page.locator(".unscripted:visible").count() == 5
+    assert visit.page.locator(".unscripted:visible").count() == 7
     assert visit.page.locator(".chart:visible").count() == 0
     visit.page.locator("#history summary").click()
     assert visit.page.locator("#history tbody tr:visible").count() == 3 * (2 * 3 + 2 * 2)
@@ -177,7 +225,8 @@ def test_the_tables_are_readable_without_scripts(browser: Browser, gpu_page: Pat
 def test_a_cpu_page_is_whole_too(browser: Browser, tmp_path: Path) -> None:
     sample.write_cpu_history(tmp_path)
     visit = Visit(browser, written(tmp_path, tmp_path / "report.html"))
-    assert visit.page.locator(".chart").count() == 15
+    assert visit.page.locator(".chart").count() == 18
+    assert "no timeline: its status holds no plan" in visit.page.locator("#streams").inner_text()
     assert visit.page.locator("#not-measured tbody tr").count() == 2
     assert "resident" in visit.page.locator("#variants").inner_text()
     assert visit.complaints == []
@@ -203,7 +252,11 @@ def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
         ]
         for variant in variants:
             profile = sample.profile_record(hostile, case | {"model": "mlp"}, variant, rng) | case
-            records.append(profile | {"precision": hostile, "kitsune": {"mode": hostile, "reason": hostile}})
+            plan = plans.document(num_tasks=1)
+            plan["plan"]["graph"]["tasks"][0] |= {"name": hostile, "operator": hostile}
+            plan["plan"]["schedule"]["strategy"] = hostile
+            status = {"mode": hostile, "reason": hostile, "plan": plan}
+            records.append(profile | {"precision": hostile, "kitsune": status})
         records.append(sample.skip_record(hostile, case, f"kitsune_dropin_{hostile}", hostile, "failed"))
         path = Store(tmp_path).append("machine", commit, records)
     path.write_bytes(path.read_bytes() + b'{"schema":"' + hostile.replace('"', "").encode() + b'","kind":"round"}\n')
@@ -214,6 +267,10 @@ def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
     assert visit.page.locator("img, main a, svg a, main script").count() == 0
     assert hostile in visit.page.locator("dl.facts").inner_text()
     assert hostile.replace('"', "")[:20] in visit.page.locator("#damage").inner_text()
+    visit.page.locator("#streams-0 .point path").first.hover(force=True)
+    visit.page.wait_for_function("() => document.querySelector('#streams-0 .hovertext')")
+    assert hostile[:20] in (visit.page.locator("#streams-0 .hovertext").first.text_content() or "")
+    assert visit.page.evaluate("window.broken") is None
     assert visit.page.locator("#speedup-0 .ytick text").first.text_content() is not None
     assert visit.requests == [(tmp_path / "report.html").as_uri()]
     assert visit.complaints == []

@@ -11,7 +11,9 @@ from torch import Tensor, fx
 
 from kitsune.capture.trace import trace
 from kitsune.execution.cuda_graph import CudaGraph
-from kitsune.execution.graph_pool import CaptureStream, GraphPool
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.in_order import InOrder
+from kitsune.execution.stream_pool import StreamPool
 from kitsune.graph import dataflow
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +24,8 @@ Function = Callable[..., list[Tensor]]
 def record(function: Function, inputs: list[Tensor], *, copied: set[int], pool: GraphPool | None = None) -> CudaGraph:
     module = trace(function, inputs)
     mutated = dataflow.written_inputs(module.graph)
-    pool = pool if pool is not None else GraphPool(CaptureStream())
-    return CudaGraph(module, inputs, copied=copied, mutated=mutated, pool=pool)
+    pool = pool if pool is not None else GraphPool(StreamPool())
+    return CudaGraph(InOrder(module), inputs, copied=copied, mutated=mutated, pool=pool)
 
 
 def at_rest() -> tuple[int, int]:
@@ -115,7 +117,7 @@ def test_it_runs_on_the_stream_of_its_caller() -> None:
 
 
 def test_graphs_of_one_pool_take_turns() -> None:
-    pool = GraphPool(CaptureStream())
+    pool = GraphPool(StreamPool())
     x, total = pair()
     first = record(lambda x, total: [(x + 1).relu() * 2], [x, total], copied={0}, pool=pool)
     second = record(lambda x, total: [(x - 1).sigmoid() + total], [x, total], copied={0}, pool=pool)
@@ -141,11 +143,11 @@ def test_a_recording_that_fails_leaves_everything_as_it_was(rehearsed: bool, mon
     graph.output([graph.call_function(torch.ops.aten.bernoulli.p, (node, 0.5))])
 
     stream, state = torch.cuda.current_stream(), torch.cuda.get_rng_state()
-    pool = GraphPool(CaptureStream())
+    pool = GraphPool(StreamPool())
     record(count_and_multiply, pair(), copied={0}, pool=pool).release()
     before = at_rest()
     with pytest.raises(RuntimeError):
-        CudaGraph(fx.GraphModule({}, graph), [x], copied={0}, mutated={}, pool=pool)
+        CudaGraph(InOrder(fx.GraphModule({}, graph)), [x], copied={0}, mutated={}, pool=pool)
     assert torch.cuda.current_stream() == stream
     assert torch.cuda.get_sync_debug_mode() == 0
     assert gc.isenabled()

@@ -9,7 +9,8 @@ from torch import Tensor
 from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import RefusedError
-from kitsune.execution.graph_pool import CaptureStream, GraphPool
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.graph import liveness
 from kitsune.loop.recording import Recording
@@ -22,7 +23,7 @@ def record(inputs: list[Tensor], *, stable: set[int], writes: bool = True, **opt
         return [x @ weight]
 
     module = trace(function, inputs)
-    pool = GraphPool(CaptureStream())
+    pool = GraphPool(StreamPool())
     return Recording(
         module, inputs, stable=stable, config=Config.from_options(options), pool=pool, log=RefusalLog("it")
     )
@@ -69,7 +70,7 @@ def test_tensors_of_several_devices_are_refused() -> None:
             [inputs[0], inputs[1].to("meta")],
             stable=set(),
             config=Config(),
-            pool=GraphPool(CaptureStream()),
+            pool=GraphPool(StreamPool()),
             log=RefusalLog("it"),
         )
 

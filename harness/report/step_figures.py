@@ -1,0 +1,158 @@
+"""The charts of what happens within a step: what each optimization contributes, and what runs when on which stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness import formats
+from harness.breakdown import Breakdown, Stage, StageTime
+from harness.names import label, precision_of
+from harness.operators import Kind
+from harness.report import style
+from harness.report.figures import Figure
+from harness.report.style import Spec
+from harness.rows import Comparison
+from harness.timelines import Bar, Timeline
+
+_SHARE_FOR_TEXT = 0.46
+"""How much of a chart of contributions is kept for what is written at the bars' ends."""
+
+_COLOURS = {
+    Kind.PRODUCT: "#0055a4",
+    Kind.NORMALIZATION: "#009988",
+    Kind.ELEMENTWISE: "#e0a100",
+    Kind.OPTIMIZER: "#aa3377",
+    Kind.COPY: "#8c564b",
+    Kind.OTHER: "#7d838c",
+}
+_PALE = 0.5
+
+
+def contributions(comparison: Comparison) -> list[Figure]:
+    """Bars for each case and precision: the time of a step with one optimization after the other added."""
+    figures = []
+    for index, case in enumerate(comparison.cases):
+        members = [breakdown for breakdown in comparison.breakdowns if breakdown.case == case]
+        if members:
+            figures.append(_contributions(f"contribution-{index}", style.case_name(case), members))
+    return figures
+
+
+def timelines(comparison: Comparison) -> list[Figure]:
+    """For each variant whose plan holds times, the tasks of a step over time, with rows for the streams."""
+    known = [entry for entry in comparison.timelines if isinstance(entry, Timeline)]
+    return [_timeline(f"streams-{index}", entry) for index, entry in enumerate(known)]
+
+
+def _contributions(name: str, title: str, breakdowns: Sequence[Breakdown]) -> Figure:
+    entries = [(_row_name(stage.stage, part.precision), stage) for part in breakdowns for stage in part.stages]
+    rows = [row for row, _ in entries]
+    bare: Spec = {"showticklabels": False, "showgrid": False, "zeroline": False, "fixedrange": True}
+    layout = style.layout(
+        xaxis=bare | {"rangemode": "tozero", "domain": [0, 1 - _SHARE_FOR_TEXT]},
+        yaxis=style.name_axis(rows) | {"showgrid": False},
+        shapes=style.lines_between_precisions([stage.variant for _, stage in entries]),
+    )
+    layout["margin"] = {"l": 8, "r": 8, "t": 6, "b": 8}
+    bars: Spec = {
+        "type": "bar", "orientation": "h", "x": [stage.seconds or 0 for _, stage in entries], "y": rows, "width": 0.66,
+        "marker": {"color": [style.colour(stage.variant) for _, stage in entries]},
+        "text": [_written(stage) for _, stage in entries], "textposition": "outside", "textangle": 0,
+        "cliponaxis": False, "textfont": {"size": 11, "color": style.INK}, "hoverinfo": "text",
+        "hovertext": [_explained(stage) for _, stage in entries],
+    }  # fmt: skip
+    narrow: Spec = {"offset": 0.06, "width": 0.4}
+    return Figure(name, title, [bars], style.height(rows, layout), narrow, style.names_above_rows(rows))
+
+
+def _row_name(stage: Stage, precision: str) -> str:
+    plus = "" if stage is Stage.EAGER else "+ "
+    return style.shown(f"{plus}{stage.value} · {precision}")
+
+
+def _written(stage: StageTime) -> str:
+    if stage.seconds is None:
+        return "not measured"
+    gain = None if stage.gain is None else f"{formats.ratio(stage.gain.ratio)}× as fast"
+    told = [formats.seconds(stage.seconds), gain, "ran eagerly" if stage.mode == "eager" else None]
+    return ", ".join(part for part in told if part)
+
+
+def _explained(stage: StageTime) -> str:
+    lines = [f"<b>{style.variant_name(stage.variant)}</b>"]
+    if stage.missing is not None:
+        return "<br>".join([*lines, style.shown(formats.one_line(stage.missing))])
+    lines.append(f"{formats.seconds(stage.seconds)} per step{', timed by Kitsune itself' if stage.is_own else ''}")
+    if stage.speedup is not None:
+        lines.append(f"{formats.ratio_with_interval(stage.speedup)} × as fast as eager")
+    if stage.gain is not None:
+        lines.append(f"{formats.ratio_with_interval(stage.gain)} × as fast as the stage before")
+    return "<br>".join(lines)
+
+
+def _timeline(name: str, timeline: Timeline) -> Figure:
+    sides = [
+        (side, bars) for side, bars in (("predicted", timeline.predicted), ("measured", timeline.measured)) if bars
+    ]
+    rows = [f"stream {stream} {side}" for stream in range(timeline.num_streams) for side, _ in sides]
+    kinds = [kind for kind in Kind if any(bar.kind is kind for _, bars in sides for bar in bars)]
+    traces = [
+        _bars(kind, side, [bar for bar in bars if bar.kind is kind])
+        | {"showlegend": side == sides[-1][0], "opacity": _PALE if side == "predicted" and len(sides) > 1 else 1}
+        for kind in kinds
+        for side, bars in sides
+    ]
+    time: Spec = {
+        "title": {"text": "µs since the step began", "standoff": 4}, "rangemode": "tozero", "automargin": True,
+        "gridcolor": style.GRID, "zeroline": False,
+    }  # fmt: skip
+    layout = style.layout(
+        xaxis=time,
+        yaxis=style.name_axis(rows) | {"showgrid": False},
+        legend=True,
+        shapes=_lines_between(rows, len(sides)),
+    )
+    layout |= {"height": 120 + 30 * len(rows), "dragmode": "zoom"}
+    layout["legend"] = {
+        "orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "font": {"size": 11},
+        "itemclick": "toggle",
+    }  # fmt: skip
+    layout["margin"] = {"l": 8, "r": 14, "t": 40, "b": 44}
+    narrow = style.names_above_rows(rows) | {
+        "height": 190 + 46 * len(rows), "dragmode": False, "margin.t": 96, "xaxis.fixedrange": True,
+    }  # fmt: skip
+    thin: Spec = {"offset": 0.02, "width": 0.4}
+    return Figure(name, _title(timeline), traces, layout, thin, narrow, is_wide=True)
+
+
+def _bars(kind: Kind, side: str, bars: Sequence[Bar]) -> Spec:
+    return {
+        "type": "bar", "orientation": "h", "name": kind.value, "legendgroup": kind.name,
+        "base": [bar.start_us for bar in bars], "x": [bar.duration_us for bar in bars],
+        "y": [f"stream {bar.stream} {side}" for bar in bars], "width": 0.8,
+        "marker": {"color": _COLOURS[kind], "line": {"width": 0.5, "color": "#ffffff"}},
+        "hoverinfo": "text", "hovertext": [_hover(bar) for bar in bars],
+    }  # fmt: skip
+
+
+def _hover(bar: Bar) -> str:
+    times = f"{bar.duration_us:g} µs, from {bar.start_us:g} µs"
+    return f"<b>{style.shown(bar.operator)}</b><br>{style.shown(bar.name)}<br>{times}"
+
+
+def _lines_between(rows: Sequence[str], num_sides: int) -> list[Spec]:
+    """Lines across the chart wherever the stream changes."""
+    return [
+        {
+            "type": "line", "xref": "paper", "yref": "y", "x0": 0, "x1": 1, "y0": index - 0.5, "y1": index - 0.5,
+            "line": {"color": style.GRID, "width": 1}, "layer": "below",
+        }
+        for index in range(num_sides, len(rows), num_sides)
+    ]  # fmt: skip
+
+
+def _title(timeline: Timeline) -> str:
+    name = f"{style.case_name(timeline.case)}: {label(timeline.variant)}, {precision_of(timeline.variant)}"
+    if timeline.shown_tasks == timeline.num_tasks:
+        return name
+    return f"{name} (only the {timeline.shown_tasks:,} longest of {timeline.num_tasks:,} tasks are drawn)"

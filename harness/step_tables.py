@@ -1,0 +1,96 @@
+"""The tables of what happens within a step: what each optimization contributes, and the plans behind the timelines."""
+
+from __future__ import annotations
+
+from harness import formats
+from harness.breakdown import StageTime
+from harness.names import label, precision_of
+from harness.rows import Comparison
+from harness.selection import Case
+from harness.stats import Estimate
+from harness.tables import Cell, Column, Table, Tone
+from harness.timelines import NoTimeline, Timeline
+
+_CASE_COLUMNS = (
+    Column("model", "the workload"),
+    Column("batch", "samples per step", numeric=True),
+    Column("device", "where it ran", needless_if_same=True),
+    Column("precision", "fp32: PyTorch's defaults; amp: bfloat16 autocast"),
+)
+
+
+def contribution_table(comparison: Comparison) -> Table:
+    """Every stage of every breakdown, those that were not measured included."""
+    columns = (
+        *_CASE_COLUMNS,
+        Column("stage", "what is added to the row above"),
+        Column("time", "seconds per training step", numeric=True),
+        Column("over eager", "speed-up over eager in the same precision", numeric=True),
+        Column("over the stage before", "speed-up over the last stage above that was measured", numeric=True),
+        Column("remark", "why there is no time, or what to know of it"),
+    )
+    rows = [
+        (
+            *_case_cells(breakdown.case, breakdown.precision),
+            Cell(stage.stage.value, position, detail=stage.variant),
+            Cell(formats.seconds(stage.seconds), stage.seconds),
+            _speedup(stage.speedup),
+            _speedup(stage.gain),
+            _remark(stage),
+        )
+        for breakdown in comparison.breakdowns
+        for position, stage in enumerate(breakdown.stages)
+    ]
+    return Table(columns, tuple(rows))
+
+
+def plan_table(comparison: Comparison) -> Table:
+    """Every Kitsune variant with the figures of its plan, or with the reason why there is no timeline of it."""
+    columns = (
+        *_CASE_COLUMNS,
+        Column("variant", "what was measured"),
+        Column("schedule", "the strategy that made the plan, and why there is no timeline where there is none"),
+        Column("tasks", "operators that run on the device in a step", numeric=True),
+        Column("streams", "how many streams they run on", numeric=True),
+        Column("off the first stream", "the part of the tasks' time that other streams take", numeric=True),
+        Column("predicted", "the simulated time of a step on the device", numeric=True),
+        Column("measured", "the measured time of a step on the device", numeric=True),
+    )
+    return Table(columns, tuple(_plan_cells(entry) for entry in comparison.timelines))
+
+
+def _plan_cells(entry: Timeline | NoTimeline) -> tuple[Cell, ...]:
+    begin = (
+        *_case_cells(entry.case, precision_of(entry.variant)),
+        Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
+    )
+    if isinstance(entry, NoTimeline):
+        return (*begin, Cell(f"no timeline: {formats.one_line(entry.reason)}"), *[Cell(formats.ABSENT)] * 5)
+    return (
+        *begin,
+        Cell(formats.one_line(entry.strategy)),
+        Cell(f"{entry.num_tasks:,}", entry.num_tasks),
+        Cell(str(entry.num_streams), entry.num_streams),
+        Cell(f"{entry.off_main_share:.0%}", entry.off_main_share),
+        _microseconds(entry.predicted_us),
+        _microseconds(entry.measured_us),
+    )
+
+
+def _speedup(estimate: Estimate | None) -> Cell:
+    return Cell(formats.ratio_with_interval(estimate), None if estimate is None else estimate.ratio)
+
+
+def _microseconds(value: float | None) -> Cell:
+    return Cell(formats.ABSENT) if value is None else Cell(formats.seconds(value * 1e-6), value)
+
+
+def _remark(stage: StageTime) -> Cell:
+    if stage.missing is not None:
+        return Cell(formats.one_line(stage.missing))
+    told = ["ran eagerly" if stage.mode == "eager" else None, "timed by Kitsune itself" if stage.is_own else None]
+    return Cell(", ".join(part for part in told if part))
+
+
+def _case_cells(case: Case, precision: str) -> tuple[Cell, ...]:
+    return Cell(case.model), Cell(str(case.batch), case.batch), Cell(case.device), Cell(precision)

@@ -1,0 +1,80 @@
+"""From a captured graph to plans: one in order, and others on several streams that may be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kitsune.execution.lower import Lowered, lower
+from kitsune.execution.placing import Writer, only_placed, places, writers
+from kitsune.memory.planner import plan_memory
+from kitsune.memory.pool import Block
+from kitsune.passes import pipeline
+from kitsune.plan import Costs, MemoryPlan, Plan, Schedule, TaskGraph, task_graph
+from kitsune.schedule import DataflowScheduler, simulate
+from kitsune.schedule.cost import analytic_costs, measured_costs
+from kitsune.schedule.limits import device_limits
+
+# Each part may start when its gradients are there, and is one launch more.
+_UPDATE_PARTS = 4
+
+# What concurrency may cost in memory, as a multiple of what the graph needs in order.
+_MEMORY_FACTOR = 1.05
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A graph with a plan for it.
+
+    Attributes:
+        module: the graph.
+        plan: the plan. Its arena holds the values whose operators can write there; the allocator has memory for the
+            others.
+        writers: those operators, by name of the node.
+    """
+
+    module: fx.GraphModule
+    plan: Plan
+    writers: Mapping[str, Writer]
+
+    def lowered(self, arena: Block) -> Lowered:
+        """The graph as it runs by the plan, with as many bytes of `arena` as the plan says."""
+        plan = self.plan
+        placed = places(self.module.graph, plan.graph, self.writers, plan.memory, arena)
+        return lower(self.module, plan.graph, plan.schedule, placed)
+
+
+def in_order(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Planned:
+    """`module` as it is, with the costs that are known without measuring."""
+    graph = task_graph(module.graph)
+    costs = analytic_costs(module.graph, graph, device_limits(inputs[0].device))
+    (schedule,) = DataflowScheduler(num_streams=1).candidates(graph, costs)
+    return Planned(module, _plan(graph, schedule, costs, plan_memory(graph, schedule)), {})
+
+
+def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int) -> tuple[Planned, ...]:
+    """Plans on 2 to `num_streams` streams that the simulation ranks highest, the first ones first.
+
+    They are of `module` with its operators split where that makes some of them independent, and need
+    at most a twentieth more memory than in order. Measures what operators cost on the device of `inputs`.
+    """
+    split = pipeline.run(module, pipeline.splitting(_UPDATE_PARTS))
+    graph = task_graph(split.graph)
+    costs = measured_costs(split, graph, inputs)
+    serial = DataflowScheduler(num_streams=1).schedule(graph, costs)
+    bound = int(_MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
+    _, *schedules = DataflowScheduler(num_streams, max_bytes=bound).candidates(graph, costs)
+    placed = writers(split.graph)
+    in_arena = only_placed(graph, placed)
+    return tuple(
+        Planned(split, _plan(graph, schedule, costs, plan_memory(in_arena, schedule)), placed) for schedule in schedules
+    )
+
+
+def _plan(graph: TaskGraph, schedule: Schedule, costs: Costs, memory: MemoryPlan) -> Plan:
+    simulation = simulate(graph, costs, schedule)
+    spans = tuple(zip(simulation.start_us, simulation.end_us, strict=True))
+    return Plan(graph, schedule, memory, costs, simulation.total_us, predicted_spans=spans)

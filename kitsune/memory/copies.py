@@ -1,0 +1,116 @@
+"""Copies of a batch's tensors to a device, begun in one thread ahead of their use in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Leaves of a batch on their way to a device: for use after `receive()`, on the stream current in that call."""
+
+    leaves: Sequence[Any]
+    receive: Callable[[], None]
+
+
+Copies = Callable[[Sequence[Any]], Sent]
+"""Begins to copy those leaves of a batch that it can copy; the others stay as they are."""
+
+
+def no_copies(leaves: Sequence[Any]) -> Sent:
+    """Nothing is copied ahead."""
+    return Sent(leaves, lambda: None)
+
+
+class CudaCopies:
+    """Copies plain CPU tensors to one CUDA device, through pinned memory, on a stream of its own.
+
+    No buffer is rewritten too early, because torch's allocators see to both kinds. Pinned memory is given out again
+    when the copies from it have ended. Device memory goes back to this stream, and is given out again when all that
+    the receiving streams had been asked to do, by the time the last reference was dropped, has ended.
+
+    Attributes:
+        device: the target, with its index.
+        stream: where the copies run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def __call__(self, leaves: Sequence[Any]) -> Sent:
+        events = []
+        if any(isinstance(leaf, Tensor) and leaf.device == self.device for leaf in leaves):
+            events.append(torch.cuda.current_stream(self.device).record_event())  # where the loader computed it
+        with torch.cuda.stream(self.stream):
+            sent = [self._copy(leaf) if _is_plain(leaf, torch.device("cpu")) else leaf for leaf in leaves]
+            events.append(self.stream.record_event())
+        return Sent(sent, partial(self._receive, sent, events))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        source = tensor.detach()
+        if not source.is_pinned():
+            source = torch.empty_like(source, pin_memory=True).copy_(source)
+        return source.to(self.device, non_blocking=True).requires_grad_(tensor.requires_grad)
+
+    def _receive(self, sent: Sequence[Any], events: Sequence[torch.cuda.Event]) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        for event in events:
+            stream.wait_event(event)
+        for leaf in sent:
+            if _is_plain(leaf, self.device):
+                leaf.record_stream(stream)
+
+
+def _is_plain(leaf: object, device: torch.device) -> bool:
+    """Whether `leaf` is nothing but strided numbers on `device`. A result in an autograd graph must stay in it."""
+    if type(leaf) is not Tensor or leaf.device != device or leaf.grad_fn is not None:
+        return False
+    special = leaf.layout != torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_conj() or leaf.is_neg()
+    return not special
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A batch of the loader, its leaves on their way.
+
+    Attributes:
+        sent: the leaves.
+        spec: how they are put together.
+        batch: the loader's object as long as no leaf of it has been replaced, else None.
+    """
+
+    sent: Sent
+    spec: pytree.TreeSpec
+    batch: Any
+
+    @classmethod
+    def of(cls, batch: object, copies: Copies) -> Loaded:
+        """Begins to copy `batch`."""
+        leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_movable)
+        sent = copies(leaves)
+        return cls(sent, spec, batch if _same(sent.leaves, leaves) else None)
+
+    def hand_out(self, device: torch.device) -> Any:
+        """The batch on `device`; what was not copied ahead moves now. The loader's own object if nothing had to."""
+        self.sent.receive()
+        leaves = [leaf.to(device) if _is_movable(leaf) else leaf for leaf in self.sent.leaves]
+        if self.batch is not None and _same(leaves, self.sent.leaves):
+            return self.batch
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _is_movable(leaf: object) -> bool:
+    return isinstance(leaf, Tensor | PackedSequence)
+
+
+def _same(leaves: Sequence[object], others: Sequence[object]) -> bool:
+    return all(leaf is other for leaf, other in zip(leaves, others, strict=True))

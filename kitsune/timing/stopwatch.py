@@ -1,0 +1,61 @@
+"""Times work on a device in passing, without making the host wait for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class Stopwatch(Protocol):
+    """Times spans of the caller's work on a device."""
+
+    def start(self) -> None:
+        """What is enqueued from here on is timed."""
+
+    def stop(self) -> None:
+        """The end of what is timed."""
+
+    def read(self) -> list[float]:
+        """Microseconds of all spans since the last reading; waits for the end of the last one."""
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """One for `device`."""
+    return _Events(device) if device.type == "cuda" else _Clock()
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._started = 0.0
+        self._spans: list[float] = []
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._spans.append((time.perf_counter() - self._started) * 1e6)
+
+    def read(self) -> list[float]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class _Events:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        self._spans.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        self._spans[-1][0].record(torch.cuda.current_stream(self._device))
+
+    def stop(self) -> None:
+        self._spans[-1][1].record(torch.cuda.current_stream(self._device))
+
+    def read(self) -> list[float]:
+        spans, self._spans = self._spans, []
+        if spans:
+            spans[-1][1].synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in spans]

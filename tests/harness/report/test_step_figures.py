@@ -1,0 +1,106 @@
+import json
+from dataclasses import replace
+
+import plotly.graph_objects as go
+import pytest
+
+from harness import formats, report
+from harness.comparison import compare
+from harness.report import step_figures
+from harness.report.figures import Figure
+from harness.rows import Comparison
+from harness.selection import Case
+from harness.store import Store
+from harness.timelines import NoTimeline, Timeline, timeline
+from tests.harness import plans, sample
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    root = tmp_path_factory.mktemp("results")
+    sample.write_gpu_history(root)
+    return compare(Store(root).load(sample.GPU_MACHINE), folder=root)
+
+
+def _checked(figure: Figure) -> None:
+    """Plotly's Python classes refuse properties and values that its script would silently ignore."""
+    checked = go.Figure(data=list(figure.traces), layout=figure.layout)
+    for path, value in figure.narrow_layout.items():
+        checked.update_layout({path.replace(".", "_"): value})
+    for trace in figure.traces:
+        go.Bar(**{**trace, **figure.narrow_trace})
+    json.dumps(vars(figure), allow_nan=False)
+
+
+def test_contributions_are_the_breakdowns_times(gpu: Comparison) -> None:
+    drawn = step_figures.contributions(gpu)
+    assert [figure.title for figure in drawn] == [
+        "mlp, batch 64, cuda",
+        "lenet, batch 64, cuda",
+        "resnet18, batch 128, cuda",
+    ]
+    for figure, case in zip(drawn, gpu.cases, strict=True):
+        _checked(figure)
+        stages = [stage for part in gpu.breakdowns if part.case == case for stage in part.stages]
+        (bars,) = figure.traces
+        assert bars["x"] == [stage.seconds or 0 for stage in stages]
+        for stage, text in zip(stages, bars["text"], strict=True):  # type: ignore[call-overload]
+            assert text.startswith(formats.seconds(stage.seconds) if stage.seconds else "not measured")
+
+
+def test_a_stage_that_ran_eagerly_is_marked(gpu: Comparison) -> None:
+    first = gpu.breakdowns[0]
+    stages = (*first.stages[:2], replace(first.stages[2], mode="eager"), first.stages[3])
+    (drawn, *_) = step_figures.contributions(replace(gpu, breakdowns=(replace(first, stages=stages),)))
+    (bars,) = drawn.traces
+    assert [text.endswith("ran eagerly") for text in bars["text"]] == [False, False, True, False]  # type: ignore[attr-defined]
+
+
+def test_a_timeline_draws_every_bar_where_and_when_it_runs(gpu: Comparison) -> None:
+    known = [entry for entry in gpu.timelines if isinstance(entry, Timeline)]
+    drawn = step_figures.timelines(gpu)
+    assert len(drawn) == len(known) == 6
+    for figure, entry in zip(drawn, known, strict=True):
+        _checked(figure)
+        found = set()
+        for trace in figure.traces:
+            columns = zip(trace["base"], trace["x"], trace["y"], strict=True)  # type: ignore[call-overload]
+            found |= {(trace["name"], start, duration, row) for start, duration, row in columns}
+        assert found == {
+            (bar.kind.value, bar.start_us, bar.duration_us, f"stream {bar.stream} {side}")
+            for side, bars in (("predicted", entry.predicted), ("measured", entry.measured))
+            for bar in bars
+        }
+        names = [trace["name"] for trace in figure.traces if trace["showlegend"]]
+        assert len(names) == len(set(names)) == len({bar.kind for bar in entry.predicted})
+
+
+def test_predicted_bars_are_pale_only_beside_measured_ones(gpu: Comparison) -> None:
+    def opacities(*, measured: bool) -> set[object]:
+        case = Case("a", "a", 1, "cuda")
+        entry = timeline(case, "kitsune_trainstep_fp32", {"plan": plans.document(num_tasks=7, measured=measured)})
+        (figure,) = step_figures.timelines(replace(gpu, timelines=(entry,)))
+        return {trace["opacity"] for trace in figure.traces}
+
+    assert opacities(measured=True) == {0.5, 1}
+    assert opacities(measured=False) == {1}
+
+
+def test_what_was_thinned_out_is_said(gpu: Comparison) -> None:
+    document = plans.document(num_tasks=2345, num_streams=2)
+    entry = timeline(Case("a", "mlp", 1, "cuda"), "kitsune_trainstep_amp", {"plan": document})
+    (figure,) = step_figures.timelines(replace(gpu, timelines=(entry,)))
+    assert (
+        figure.title == "mlp, batch 1, cuda: Kitsune TrainStep, amp (only the 2,000 longest of 2,345 tasks are drawn)"
+    )
+    assert sum(len(trace["x"]) for trace in figure.traces) == 2 * 2000  # type: ignore[arg-type]
+    assert len(json.dumps(vars(figure))) < 800_000
+
+
+def test_the_page_says_why_there_is_no_timeline(gpu: Comparison) -> None:
+    case = gpu.cases[0]
+    without = replace(gpu, timelines=(NoTimeline(case, "kitsune_dropin_fp32", "its <status> holds no plan"),))
+    assert "no timeline: its &lt;status&gt; holds no plan" in report.html_page(without)
+    nothing = report.html_page(replace(gpu, timelines=()))
+    assert "No Kitsune variant was measured" in nothing
+    assert 'id="streams"' in nothing

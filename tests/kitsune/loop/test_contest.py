@@ -1,0 +1,175 @@
+"""The contest as a state machine, under a clock that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from kitsune.errors import Refusal, RefusedError
+from kitsune.loop import contest
+from kitsune.loop.contest import Contest
+
+INPUTS = [torch.zeros(1)]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_us = 0.0
+
+
+class Stopwatch:
+    """Reads the test's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._started, self._spans = clock, 0.0, list[float]()
+
+    def start(self) -> None:
+        self._started = self._clock.now_us
+
+    def stop(self) -> None:
+        self._spans.append(self._clock.now_us - self._started)
+
+    def read(self) -> list[float]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class Runner:
+    """Takes `cost_us` at each call, and returns its name and how often it was called."""
+
+    def __init__(self, name: str, clock: Clock, cost_us: float) -> None:
+        self.name, self.cost_us, self.calls, self.released = name, cost_us, 0, False
+        self._clock = clock
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        assert not self.released
+        assert inputs is INPUTS
+        self.calls += 1
+        self._clock.now_us += self.cost_us
+        return []
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
+
+
+class Race:
+    """A contest between runners of these costs; the first is there from the beginning."""
+
+    def __init__(self, *costs_us: float | None) -> None:
+        self.clock = Clock()
+        self.made: list[Runner] = []
+        self.refusals: list[str] = []
+        first = Runner("0", self.clock, costs_us[0] or 0.0)
+        self.made.append(first)
+        self._others = [self._maker(str(place), cost) for place, cost in enumerate(costs_us[1:], 1)]
+        self.contest = Contest(first, Stopwatch(self.clock), lambda error: self.refusals.append(error.refusal.reason))
+
+    def open(self) -> None:
+        self.contest.open(self._others)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.contest(INPUTS)
+
+    def alive(self) -> list[str]:
+        return [runner.name for runner in self.made if not runner.released]
+
+    def _maker(self, name: str, cost_us: float | None) -> Callable[[Sequence[torch.Tensor]], Runner]:
+        def make(inputs: Sequence[torch.Tensor]) -> Runner:
+            assert inputs is INPUTS
+            if cost_us is None:
+                raise RefusedError(Refusal(f"no {name}"))
+            runner = Runner(name, self.clock, cost_us)
+            self.made.append(runner)
+            return runner
+
+        return make
+
+
+def test_the_fastest_wins_and_the_others_are_released() -> None:
+    race = Race(10.0, 12.0, 7.0, 9.0)
+    race.open()
+    race.run(100)
+    assert not race.contest.trying
+    assert race.contest.winner.name == "2"
+    assert race.contest.place == 2
+    assert race.contest.times_us == (10.0, 12.0, 7.0, 9.0)
+    assert race.alive() == ["0", "2"]
+    race.contest.release()
+    assert race.alive() == []
+
+
+def test_nothing_is_tried_before_it_is_opened() -> None:
+    race = Race(10.0, 1.0)
+    race.run(50)
+    assert len(race.made) == 1
+    assert race.contest.times_us == (None,)
+
+
+def test_the_first_stays_where_the_difference_is_noise() -> None:
+    race = Race(10.0, 9.95)
+    race.open()
+    race.run(50)
+    assert race.contest.place == 0
+    assert race.alive() == ["0"]
+
+
+def test_an_entrant_that_cannot_be_made_is_passed_over() -> None:
+    race = Race(10.0, None, 5.0, None)
+    race.open()
+    race.run(50)
+    assert race.refusals == ["no 1", "no 3"]
+    assert race.contest.place == 2
+    assert race.contest.times_us == (10.0, None, 5.0, None)
+
+
+def test_where_none_can_be_made_the_first_stays() -> None:
+    race = Race(10.0, None)
+    race.open()
+    race.run(50)
+    assert race.contest.place == 0
+
+
+def test_a_single_entrant_is_never_timed() -> None:
+    race = Race(10.0)
+    race.open()
+    race.run(2500)
+    assert not race.contest.trying
+    assert race.contest.times_us == (None,)
+
+
+def test_every_step_is_run_once() -> None:
+    race = Race(10.0, 12.0, 7.0)
+    race.open()
+    race.run(60)
+    assert sum(runner.calls for runner in race.made) == 60
+
+
+def test_a_first_slow_replay_does_not_count() -> None:
+    race = Race(10.0, 5.0)
+    race.open()
+    race.made[0].cost_us = 1000.0
+    race.run(1)
+    race.made[0].cost_us = 10.0
+    race.run(50)
+    assert race.contest.times_us == (10.0, 5.0)
+
+
+def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0, 5.0)
+    race.open()
+    race.run(100)
+    assert race.contest.place == 1
+    race.made[1].cost_us = 5.5
+    race.run(100)
+    assert race.contest.place == 1
+    assert not race.contest.trying
+    race.made[1].cost_us = 20.0  # another process shares the device, say; a new one takes 5 again
+    race.run(100)
+    assert len(race.made) == 3
+    assert race.contest.winner is race.made[2]
+    assert [runner.released for runner in race.made] == [False, True, False]

@@ -1,0 +1,57 @@
+"""Runs graphs, and says what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from tests.kitsune.steps import bits
+
+
+def results(module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[object]:
+    """The bits of the results, and of `inputs` afterwards. Drawing starts at one seed."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        outputs = module(*inputs)
+    return bits([*outputs, *inputs])
+
+
+def names(module: fx.GraphModule) -> list[str]:
+    """The operators' nodes, in order."""
+    return [node.name for node in module.graph.nodes if node.op == "call_function"]
+
+
+def calls(module: fx.GraphModule, target: object) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.target is target]
+
+
+def values_are_right(module: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
+    """Whether every node's value has the form of what it really computes; where it is None, anything may come out.
+
+    Asked for a bias's gradient alone, oneDNN returns the weight's as well.
+    """
+
+    class Watching(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> object:
+            result = super().run_node(node)
+            if node.op == "call_function":
+                found.append(_fits(node.meta.get("val"), result))
+            return result
+
+    found: list[bool] = []
+    with torch.no_grad():
+        Watching(module).run(*inputs)
+    return all(found)
+
+
+def _fits(value: object, result: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        assert isinstance(result, (list, tuple))
+        return all(_fits(one, two) for one, two in zip(value, result, strict=True))
+    return value is None or _form(value) == _form(result)
+
+
+def _form(value: object) -> object:
+    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value

@@ -1,0 +1,199 @@
+"""Steps planned on several streams, and the choice between plans. On the CPU, where operators run in a plan's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import kitsune
+import models
+from kitsune.fallback import Chooser
+from kitsune.loop import contest, planning
+from kitsune.plan import Costs, TaskGraph
+from kitsune.schedule.cost import analytic_costs
+from kitsune.schedule.limits import cuda_limits
+from tests.kitsune import static_memory
+from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
+
+NUM_STREAMS = 4
+STEPS = 100
+
+
+def costs_of_a_gpu(module: fx.GraphModule, graph: TaskGraph, _inputs: object) -> Costs:
+    return analytic_costs(module.graph, graph, cuda_limits("a GPU", (9, 0)))
+
+
+class Favouring:
+    """A stopwatch that lets the entrant in the given place win: the first place is 0."""
+
+    def __init__(self, place: int) -> None:
+        self._place, self._trials, self._spans = place, 0, 0
+
+    def start(self) -> None:
+        self._spans += 1
+
+    def stop(self) -> None:
+        return
+
+    def read(self) -> list[float]:
+        time = 5.0 if self._trials == self._place else 10.0
+        self._trials += 1
+        spans, self._spans = self._spans, 0
+        return [time] * spans
+
+
+@pytest.fixture(autouse=True)
+def _a_device_with_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("kitsune.loop.whole_step.has_streams", lambda device: True)
+    monkeypatch.setattr("kitsune.loop.step_loop.has_streams", lambda device: True)
+    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+
+
+@pytest.fixture
+def replay_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def settle(chooser: Chooser) -> None:
+        chooser.settled = True
+
+    monkeypatch.setattr(Chooser, "_settle", settle)
+    monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)
+
+
+@pytest.fixture
+def favour(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def choose(place: int) -> None:
+        monkeypatch.setattr("kitsune.loop.whole_step.stopwatch", lambda device: Favouring(place))
+
+    return choose
+
+
+def build(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], tuple[nn.Module, torch.optim.Optimizer]]:
+    def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net(batch_norm=True, dropout=0.3)
+        return model, make(model)
+
+    return model_and_optimizer
+
+
+def train(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **options: Any) -> Training:
+    options = {"mode": "auto", "num_streams": NUM_STREAMS, **options}
+    return compare("train_step", build(make), steps=STEPS, replays=STEPS - 5, **options)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize("make", [adam, sgd], ids=["adam", "sgd"])
+def test_whatever_wins_the_step_is_the_same(
+    make: Any, place: int, static: bool, favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if static:
+        static_memory.install(monkeypatch)
+    favour(place)
+    training = train(make)
+    status = training.status()
+    assert status.mode == "replay"
+    assert [schedule.chosen for schedule in status.schedules].index(True) == place
+    assert [schedule.measured_us for schedule in status.schedules].count(None) == 0
+    assert status.not_in_effect == ()
+    assert training.train_step is not None
+    plan = training.train_step.plan()
+    assert plan is not None
+    assert plan.measured_us == 5.0
+    assert plan.schedule.strategy == status.schedules[place].strategy
+    assert (plan.schedule.num_streams > 1) == (place > 0)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_plans_on_several_streams_are_tried() -> None:
+    status = train().status()
+    assert status.schedules[0].strategy == "in order"
+    assert {schedule.strategy for schedule in status.schedules[1:]} == {"chains", "list"}
+    assert max(schedule.num_streams for schedule in status.schedules) <= NUM_STREAMS
+    assert sum(schedule.chosen for schedule in status.schedules) == 1
+    assert "predicted" in str(status)
+    assert len(status.as_dict()["schedules"]) == len(status.schedules)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize(
+    ("options", "replays"),
+    [({"num_streams": 1}, 35), ({"num_streams": None}, 35), ({"mode": "replay", "num_streams": 4}, 39)],
+)
+def test_one_stream_is_planned_and_nothing_tried(options: dict[str, Any], replays: int) -> None:
+    training = compare("train_step", build(adam), steps=40, replays=replays, **{"mode": "auto", **options})
+    (schedule,) = training.status().schedules
+    assert (schedule.strategy, schedule.num_streams, schedule.measured_us, schedule.chosen) == (
+        "in order",
+        1,
+        None,
+        True,
+    )
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_trial_is_not_the_steady_state_yet() -> None:
+    model, optimizer = build(adam)()
+    training = Training("train_step", model, optimizer, mode="auto", num_streams=NUM_STREAMS)
+    modes = []
+    for index in range(STEPS):
+        (x, y), _ = batch(index)
+        training.step(x, y)
+        modes.append(training.status().mode)
+    trials = len(training.status().schedules)
+    assert modes[-1] == "replay"
+    assert modes.count("measuring") >= trials * contest._SAMPLES
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_change_in_the_middle_of_the_trials_starts_anew(favour: Callable[[int], None]) -> None:
+    def edit(training: Training, index: int) -> None:
+        if index == 25:
+            training.model.first.weight.data = training.model.first.weight.data.clone()
+
+    favour(1)
+    training = compare(
+        "train_step", build(adam), steps=STEPS, edit=edit, replays=STEPS - 6, mode="auto", num_streams=NUM_STREAMS
+    )
+    assert training.status().schedules[1].chosen
+
+
+def test_where_eager_is_faster_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chooser, "_settle", lambda chooser: chooser.refuse(kitsune.errors.Refusal("eager is faster")))
+    monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)
+    monkeypatch.setattr(planning, "challengers", lambda *_: pytest.fail("planned"))
+    training = compare("train_step", build(adam), steps=40, replays=5, mode="auto", num_streams=4)
+    assert training.status().mode == "eager"
+
+
+def traced_steps() -> Iterator[tuple[str, fx.GraphModule, list[torch.Tensor]]]:
+    for name in models.names():
+        workload = models.build(name, seed=0)
+        caught: list[tuple[fx.GraphModule, list[torch.Tensor]]] = []
+        original = planning.in_order
+
+        def catch(module: fx.GraphModule, inputs: Any) -> planning.Planned:
+            caught.append((module, list(inputs)))  # noqa: B023
+            return original(module, inputs)  # noqa: B023
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, "in_order", catch)
+            optimizer = torch.optim.Adam(workload.module.parameters(), fused=True)
+            step = kitsune.TrainStep(workload.module, workload.loss_fn, optimizer, mode="replay")
+            for index in range(2):
+                step(*workload.batch(2, index=index))
+        yield name, *caught[0]
+
+
+def test_the_arena_of_the_three_models_is_hardly_larger_than_what_is_alive_at_once() -> None:
+    for name, module, inputs in traced_steps():
+        memory = planning.in_order(module, inputs).plan.memory
+        assert memory.live_bytes <= memory.arena_bytes <= 1.05 * memory.live_bytes, name
+        for planned in planning.challengers(module, inputs, NUM_STREAMS):
+            bound = 1.05 * memory.live_bytes + 512 * len(planned.plan.graph.values)
+            assert planned.plan.memory.arena_bytes <= bound, (name, planned.plan.schedule.strategy)
