@@ -26,6 +26,9 @@ endif
 
 PIP_INSTALL := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
+# Test files on all cores, where pytest-xdist is installed; what is shared within a file is made once.
+IN_PARALLEL = $$($(RUN) -c 'import importlib.util as util; print("-n auto --dist loadfile" if util.find_spec("xdist") else "")')
+
 .DEFAULT_GOAL := help
 .PHONY: bench bench-full test test-full lint report clean help interpreter
 
@@ -36,7 +39,7 @@ bench-full: $(READY) ## The same with every model, variant and batch size (much 
 	$(RUN) -m harness.bench --full
 
 test: $(READY) ## Run the tests: no GPU and no network needed
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(IN_PARALLEL)
 
 test-full: $(READY) ## Run the tests with the slow ones and the long property-based runs
 	$(RUN) -m pytest -m "not benchmark" --hypothesis-profile=full

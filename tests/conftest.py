@@ -1,5 +1,6 @@
 """What every test shares: a fixed seed, the skip of GPU tests, and the sizes of property-based runs."""
 
+import os
 import random
 
 import pytest
@@ -9,6 +10,13 @@ from hypothesis import settings
 settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=1000, deadline=None)
 settings.load_profile("default")
+
+
+def pytest_configure() -> None:
+    """Of several test processes, each has one core."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ def test_equal_signatures(first: Any, second: Any) -> None:
     assert signature(x=first) == signature(x=second)
 
 
-@pytest.mark.parametrize(("first", "second"), DIFFERENT, ids=str)
+@pytest.mark.parametrize(("first", "second"), DIFFERENT, ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)))
 def test_different_signatures(first: Any, second: Any) -> None:
     assert signature(first) != signature(second)
     assert signature(x=first) != signature(x=second)

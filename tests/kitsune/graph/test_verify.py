@@ -52,7 +52,7 @@ def test_two_devices() -> None:
         (torch.ops.aten.masked_select.default, lambda x, mask: (x, mask)),
         (torch.ops.aten.index.Tensor, lambda x, mask: (x, [mask])),
     ],
-    ids=str,
+    ids=["nonzero", "unique", "masked_select", "index"],
 )
 def test_sizes_that_depend_on_data(
     operator: torch._ops.OpOverload, arguments: Callable[[fx.Node, fx.Node], tuple[Any, ...]]
