@@ -43,7 +43,7 @@ class Config:
             least recently used one is released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
             measured fastest stays, one stream included. None: one stream. In effect with `mode="auto"`
-            and without `compile`; not yet in a drop-in loop.
+            and without `compile` and `max_memory`; not yet in a drop-in loop.
         enable_fusion: fuse operators of the captured graph. Not yet in effect.
     """
 
@@ -91,7 +91,7 @@ class Config:
 
     def max_streams(self) -> int:
         """The most streams that a captured step may use."""
-        measures = self.mode == "auto" and not self.compile
+        measures = self.mode == "auto" and not self.compile and self.max_memory is None
         return self.num_streams if measures and self.num_streams is not None else 1
 
 

@@ -105,10 +105,11 @@ def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int],
         inputs[position] = _static_copy(inputs[position])
     stream.wait_stream(torch.cuda.current_stream(device))
     with _own_workspaces(), torch.random.fork_rng(devices=[device], device_type="cuda"), torch.cuda.stream(stream):
-        run(inputs)
-        outputs = _rehearse(run, inputs)
-        torch.cuda.synchronize(device)
-    return outputs
+        try:
+            run(inputs)
+            return _rehearse(run, inputs)
+        finally:
+            torch.cuda.synchronize(device)
 
 
 def _rehearse(run: InOrder, inputs: list[torch.Tensor]) -> Outputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -33,7 +34,7 @@ class InOrder:
     ) -> None:
         self._run: Callable[..., Outputs] = module.forward
         if lanes is not None:
-            self._run = lambda *inputs: module.forward(lanes(), *inputs)
+            self._run = partial(_run_on_lanes, module, lanes)
         if compile:
             self.name = "inductor"
             self._run = torch.compile(module, fullgraph=True, dynamic=False)
@@ -53,3 +54,12 @@ class InOrder:
     def release(self) -> None:
         """Drops the graph."""
         del self._run
+
+
+def _run_on_lanes(module: fx.GraphModule, make: Callable[[], Lanes], *inputs: torch.Tensor) -> Outputs:
+    lanes = make()
+    try:
+        outputs: Outputs = module.forward(lanes, *inputs)
+    finally:
+        lanes.to(0)  # where an operator raised: a recording can only be ended on the stream where it began
+    return outputs

@@ -124,7 +124,7 @@ class _Lowering:
         nodes: dict[int, list[fx.Node]] = {}
         touched: dict[int, set[int]] = {}
         for node in self._module.graph.nodes:
-            if node.name not in task_of:
+            if node.name not in task_of or _is_taken_apart(node):
                 continue
             for storage in dataflow.storages(node) - kept:
                 nodes.setdefault(storage, []).append(node)
@@ -146,6 +146,11 @@ class _Lowering:
         following = self._of_stream[schedule.streams[producer]][schedule.positions[producer] :]
         place = bisect.bisect_left(following, True, key=lambda task: _covers(schedule.clocks[task], needed))
         return following[place] if place < len(following) else None
+
+
+def _is_taken_apart(node: fx.Node) -> bool:
+    """Whether the results of an operator live on under names of their own: then it is dropped with its last result."""
+    return bool(node.users) and all(user.target is operator.getitem for user in node.users)
 
 
 def _covers(clock: Sequence[int], needed: Sequence[int]) -> bool:

@@ -39,11 +39,12 @@ class Place:
 def writers(graph: fx.Graph) -> Mapping[str, Writer]:
     """By name of the node, the operators of `graph` whose results can lie in planned memory.
 
-    These have one result, which is dense and new memory and not a result of the graph, and a kernel of
-    the device that writes it to memory it is given. Many operators have the form, but no such kernel:
-    they would compute the result elsewhere and copy it.
+    These have one result, which is dense and new memory, not a result of the graph and never given another
+    shape in place, and a kernel of the device that writes it to memory it is given. Many operators have
+    the form, but no such kernel: they would compute the result elsewhere and copy it.
     """
-    taken = {storage for node in _given_away(graph) for storage in dataflow.storages(node)}
+    unfit = [*_given_away(graph), *_reshaped(graph)]
+    taken = {storage for node in unfit for storage in dataflow.storages(node)}
     found: dict[str, Writer] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -80,6 +81,16 @@ def places(
 
 def _given_away(graph: fx.Graph) -> list[fx.Node]:
     return [*dataflow.placeholders(graph), *(node for node in dataflow.outputs(graph) if node is not None)]
+
+
+def _reshaped(graph: fx.Graph) -> list[fx.Node]:
+    """Values whose sizes or strides an operator changes: it would change those of the planned tensor for good."""
+    return [
+        argument
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
+        for argument in node.all_input_nodes
+    ]
 
 
 def _is_dense(value: torch.Tensor) -> bool:

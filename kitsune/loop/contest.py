@@ -90,12 +90,13 @@ class Contest(Generic[E]):
         """
         self._others = tuple(others)
         self._entrants = [self._entrants[0], *(None for _ in others)]
-        self._times_us = [None] * len(self._entrants)
         self._begin()
 
     def _begin(self) -> None:
         self.trying = bool(self._others)
         self._replays = 0
+        self._times_us = [None] * len(self._entrants)
+        self._stopwatch.read()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         """Replays a step. The outputs are the winner's: valid until the next call."""
@@ -104,7 +105,7 @@ class Contest(Generic[E]):
         elif not self.trying and self._replays == _PROBE_EVERY:
             self._examine()
         self._replays += 1
-        if not _UNTIMED < self._replays <= _UNTIMED + _SAMPLES:
+        if not self._others or not _UNTIMED < self._replays <= _UNTIMED + _SAMPLES:
             return self.winner(inputs)
         self._stopwatch.start()
         outputs = self.winner(inputs)
@@ -121,6 +122,8 @@ class Contest(Generic[E]):
         """Ends the trial of the present entrant, and begins that of the next, or settles."""
         self._times_us[self._present] = statistics.median(self._stopwatch.read())
         self._replays = 0
+        best = self._best()
+        self._keep(best)
         for place in range(self._present + 1, len(self._entrants)):
             try:
                 self._entrants[place] = self._others[place - 1](inputs)
@@ -129,17 +132,19 @@ class Contest(Generic[E]):
                 continue
             self._present = place
             return
-        self._settle()
-
-    def _settle(self) -> None:
         self.trying = False
-        first = self._times_us[0]
-        assert first is not None
-        handicapped = [math.inf if time is None else time for time in self._times_us]
-        handicapped[0] = first * _MARGIN
-        self._present = handicapped.index(min(handicapped))
+        self._present = best
+
+    def _best(self) -> int:
+        """The place of the fastest so far."""
+        times = [math.inf if time is None else time for time in self._times_us]
+        times[0] *= _MARGIN
+        return times.index(min(times))
+
+    def _keep(self, best: int) -> None:
+        """Releases all entrants but the best and the first."""
         for place, entrant in enumerate(self._entrants):
-            if entrant is not None and 0 != place != self._present:
+            if entrant is not None and 0 != place != best:
                 entrant.release()
                 self._entrants[place] = None
 
@@ -150,8 +155,6 @@ class Contest(Generic[E]):
         expected = self._times_us[self._present]
         if expected is None or not spans or statistics.median(spans) <= _DRIFT * expected:
             return
-        if self._present != 0:
-            self.winner.release()
-            self._entrants[self._present] = None
-            self._present = 0
+        self._keep(0)
+        self._present = 0
         self._begin()

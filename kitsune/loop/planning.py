@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from kitsune.execution.placing import Writer, only_placed, places, writers
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.passes import pipeline
-from kitsune.plan import Costs, MemoryPlan, Plan, Schedule, TaskGraph, task_graph
+from kitsune.plan import Costs, Plan, Schedule, TaskGraph, task_graph
 from kitsune.schedule import DataflowScheduler, simulate
 from kitsune.schedule.cost import analytic_costs, measured_costs
 from kitsune.schedule.limits import device_limits
@@ -47,19 +48,20 @@ class Planned:
         return lower(self.module, plan.graph, plan.schedule, placed)
 
 
-def in_order(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Planned:
-    """`module` as it is, with the costs that are known without measuring."""
+def in_order(module: fx.GraphModule, device: torch.device) -> Planned:
+    """`module` as it is, with the costs that are known without measuring; the allocator places all values."""
     graph = task_graph(module.graph)
-    costs = analytic_costs(module.graph, graph, device_limits(inputs[0].device))
-    (schedule,) = DataflowScheduler(num_streams=1).candidates(graph, costs)
-    return Planned(module, _plan(graph, schedule, costs, plan_memory(graph, schedule)), {})
+    costs = analytic_costs(module.graph, graph, device_limits(device))
+    schedule = DataflowScheduler(num_streams=1).schedule(graph, costs)
+    return Planned(module, _plan(graph, schedule, costs, {}), {})
 
 
 def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int) -> tuple[Planned, ...]:
     """Plans on 2 to `num_streams` streams that the simulation ranks highest, the first ones first.
 
-    They are of `module` with its operators split where that makes some of them independent, and need
-    at most a twentieth more memory than in order. Measures what operators cost on the device of `inputs`.
+    They are of `module` with its operators split where that makes some of them independent. Their values
+    need at most a twentieth more memory than in order, if any stream may use what another one left.
+    Measures what operators cost on the device of `inputs`.
     """
     split = pipeline.run(module, pipeline.splitting(_UPDATE_PARTS))
     graph = task_graph(split.graph)
@@ -68,13 +70,13 @@ def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_stre
     bound = int(_MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
     _, *schedules = DataflowScheduler(num_streams, max_bytes=bound).candidates(graph, costs)
     placed = writers(split.graph)
-    in_arena = only_placed(graph, placed)
-    return tuple(
-        Planned(split, _plan(graph, schedule, costs, plan_memory(in_arena, schedule)), placed) for schedule in schedules
-    )
+    return tuple(Planned(split, _plan(graph, schedule, costs, placed), placed) for schedule in schedules)
 
 
-def _plan(graph: TaskGraph, schedule: Schedule, costs: Costs, memory: MemoryPlan) -> Plan:
+def _plan(graph: TaskGraph, schedule: Schedule, costs: Costs, placed: Mapping[str, Writer]) -> Plan:
+    """A plan whose arena holds the values of the nodes in `placed`; its `live_bytes` counts all values."""
+    memory = plan_memory(only_placed(graph, placed), schedule)
+    memory = dataclasses.replace(memory, live_bytes=plan_memory(graph, schedule).live_bytes)
     simulation = simulate(graph, costs, schedule)
     spans = tuple(zip(simulation.start_us, simulation.end_us, strict=True))
     return Plan(graph, schedule, memory, costs, simulation.total_us, predicted_spans=spans)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,8 @@ class WholeStep(GuardedStep):
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
         self._program: StepProgram | None = None
         self._contest: Contest[Recording] | None = None
-        self._plans: list[Planned] = []
+        self._in_order: Planned | None = None
+        self._challengers: tuple[Planned, ...] | None = None
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
 
@@ -76,13 +77,13 @@ class WholeStep(GuardedStep):
         if self._contest is None:
             return None
         measured = self._contest.times_us[self._contest.place]
-        return dataclasses.replace(self._plans[self._contest.place].plan, measured_us=measured)
+        return dataclasses.replace(self._plans()[self._contest.place].plan, measured_us=measured)
 
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """All plans that were tried, and their times."""
         if self._contest is None:
             return ()
-        timed = zip(self._plans, self._contest.times_us, strict=True)
+        timed = zip(self._plans(), self._contest.times_us, strict=True)
         return tuple(
             ScheduleTime(
                 strategy=planned.plan.schedule.strategy,
@@ -104,7 +105,7 @@ class WholeStep(GuardedStep):
         if self._contest is not None:
             self._contest.release()
         self._contest = self._program = None
-        self._plans = []
+        self._in_order = self._challengers = None
         self._trained = []
 
     def _refuse_call(self) -> Refusal | None:
@@ -146,7 +147,6 @@ class WholeStep(GuardedStep):
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         inputs = [*flat, *program.state]
-        self._plans = [planning.in_order(program.module, inputs)]
         first = Recording(program.module, inputs, **self._conditions(program))
         self._contest = Contest(first, stopwatch(inputs[0].device), self._log.add)
         self._program = program
@@ -156,33 +156,32 @@ class WholeStep(GuardedStep):
     def _conditions(self, program: StepProgram) -> dict[str, Any]:
         return {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
 
+    def _plans(self) -> tuple[Planned, ...]:
+        assert self._program is not None
+        if self._in_order is None:
+            self._in_order = planning.in_order(self._program.module, self._trained[0].device)
+        return self._in_order, *(self._challengers or ())
+
     def _consider_streams(self, inputs: Sequence[torch.Tensor]) -> None:
         """Once replay has proved faster than eager, lets plans on several streams try to be faster still."""
         contest, program = self._contest, self._program
         assert contest is not None and program is not None
         num_streams = self._config.max_streams()
-        if len(self._plans) > 1 or not self.chooser.settled or num_streams == 1 or not has_streams(inputs[0].device):
+        if self._challengers is not None or not self.chooser.settled or num_streams == 1:
+            return
+        self._challengers = ()
+        if not has_streams(inputs[0].device):
             return
         started = time.perf_counter()
-        self._plans += planning.challengers(program.module, inputs, num_streams)
+        try:
+            self._challengers = planning.challengers(program.module, inputs, num_streams)
+        except RuntimeError as error:  # an operator that cannot be timed, or too little memory to do it
+            reason = str(error).splitlines()[0]
+            self._log.add(Refusal(f"planning on several streams failed ({reason}); the step is replayed on one"))
         self.setup_seconds += time.perf_counter() - started
-
-        def entrant(planned: Planned, inputs: Sequence[torch.Tensor]) -> Recording:
-            arena = self._memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
-            give_back = partial(self._memory.give, arena)
-            try:
-                return Recording(
-                    planned.module,
-                    inputs,
-                    lowered=planned.lowered(arena),
-                    on_release=give_back,
-                    **self._conditions(program),
-                )
-            except RefusedError:
-                give_back()
-                raise
-
-        contest.open([partial(entrant, planned) for planned in self._plans[1:]])
+        arena_bytes = max((planned.plan.memory.arena_bytes for planned in self._challengers), default=0)
+        record = partial(_record_challenger, self._memory, arena_bytes, self._conditions(program))
+        contest.open([partial(record, planned) for planned in self._challengers])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)
@@ -219,3 +218,27 @@ class WholeStep(GuardedStep):
 
 def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+
+
+def _record_challenger(
+    memory: MemoryPool,
+    arena_bytes: int,
+    conditions: Mapping[str, Any],
+    planned: Planned,
+    inputs: Sequence[torch.Tensor],
+) -> Recording:
+    """Records a plan in an arena that all challengers share.
+
+    Raises:
+        RefusedError: it cannot be recorded, or there is too little memory.
+    """
+    try:
+        arena = memory.arena(arena_bytes, inputs[0].device)
+    except torch.OutOfMemoryError as error:
+        raise RefusedError(Refusal("there is too little device memory for a plan on several streams")) from error
+    give_back = partial(memory.give, arena)
+    try:
+        return Recording(planned.module, inputs, lowered=planned.lowered(arena), on_release=give_back, **conditions)
+    except BaseException:
+        give_back()
+        raise

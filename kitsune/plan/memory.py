@@ -13,7 +13,8 @@ class MemoryPlan:
         offsets: by index of the value, the byte at which it begins; None for a value of no
             bytes, and for one that is left to the allocator.
         arena_bytes: the size of the arena.
-        live_bytes: the most bytes that values alive together need, however they are placed.
+        live_bytes: the most bytes that values alive together need, however they are placed and whoever places
+            them; with several streams an upper bound.
     """
 
     offsets: tuple[int | None, ...]

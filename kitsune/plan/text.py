@@ -41,7 +41,8 @@ def summary(plan: Plan) -> str:
         ("measured", "not measured" if plan.measured_us is None else f"{plan.measured_us:.2f} us"),
         ("waits", f"{len(schedule.waits)}"),
         ("off stream 0", f"{100 * share_off_main_stream(plan):.1f}% of the tasks' time"),
-        ("arena", f"{memory.arena_bytes:,} bytes, {memory.live_bytes:,} of them alive at once at most"),
+        ("arena", f"{memory.arena_bytes:,} bytes, for {_placed(plan):.0%} of the bytes that tasks make"),
+        ("values", f"{memory.live_bytes:,} bytes alive at once at most"),
     )
     counts = f"{_counted(len(plan.graph.tasks), 'task')} on {_counted(schedule.num_streams, 'stream')}"
     width = max(len(name) for name, _ in figures)
@@ -55,6 +56,13 @@ def share_off_main_stream(plan: Plan) -> float:
     total = sum(cost.us for cost in plan.costs.tasks)
     away = sum(cost.us for cost, stream in zip(plan.costs.tasks, plan.schedule.streams, strict=True) if stream)
     return away / total if total else 0.0
+
+
+def _placed(plan: Plan) -> float:
+    """The part, from 0 to 1, of the bytes that tasks allocate for which the plan has a place."""
+    total = sum(value.num_bytes for value in plan.graph.values)
+    placed = zip(plan.graph.values, plan.memory.offsets, strict=True)
+    return sum(value.num_bytes for value, offset in placed if offset is not None) / total if total else 0.0
 
 
 def _rows(plan: Plan) -> list[Sequence[str]]:

@@ -45,14 +45,19 @@ class _Clock:
 class _Events:
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._started = self._now()
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        self._spans.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        self._spans[-1][0].record(torch.cuda.current_stream(self._device))
+        self._started = self._now()
 
     def stop(self) -> None:
-        self._spans[-1][1].record(torch.cuda.current_stream(self._device))
+        self._spans.append((self._started, self._now()))
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def read(self) -> list[float]:
         spans, self._spans = self._spans, []

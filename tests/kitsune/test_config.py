@@ -174,6 +174,7 @@ def test_options_that_are_not_in_effect_yet() -> None:
     [
         ({"num_streams": 4, "mode": "replay"}, True),
         ({"num_streams": 4, "compile": True}, True),
+        ({"num_streams": 4, "max_memory": "1GB"}, True),
         ({"num_streams": 1, "mode": "replay"}, False),
         ({"num_streams": None}, False),
     ],

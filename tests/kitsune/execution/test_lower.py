@@ -15,7 +15,9 @@ from kitsune.execution.in_order import InOrder
 from kitsune.execution.lower import lower
 from kitsune.graph import dataflow
 from kitsune.plan import Schedule, TaskGraph, Wait, task_graph
-from tests.kitsune.graph.programs import Program, inputs, programs, traced
+from tests.kitsune.graph.programs import WIDER_OPERATORS, Program, inputs, programs_of, traced
+
+PROGRAMS = programs_of(WIDER_OPERATORS)
 
 
 def any_schedule(graph: TaskGraph, seed: int, num_streams: int) -> Schedule:
@@ -49,7 +51,6 @@ class Witness:
         self.joined = False
 
     def to(self, stream: int) -> None:
-        assert stream != self.stream
         self.stream = stream
 
     def begin(self) -> None:
@@ -89,12 +90,14 @@ def run(module: fx.GraphModule, schedule: Schedule, values: list[torch.Tensor]) 
     return list(results)
 
 
-@given(programs, st.integers(0, 2**20), st.integers(1, 4))
+@given(PROGRAMS, st.integers(0, 2**20), st.integers(1, 4))
 def test_every_legal_schedule_gives_the_same_to_the_bit(program: Program, seed: int, num_streams: int) -> None:
     module = traced(program)
     expected_values, values = inputs(), inputs()
+    torch.manual_seed(seed)
     expected = InOrder(module)(expected_values)
     schedule = any_schedule(task_graph(module.graph), seed, num_streams)
+    torch.manual_seed(seed)
     found = run(module, schedule, values)
     for one, other in zip((*found, *values), (*expected, *expected_values), strict=True):
         assert torch.equal(one, other)
@@ -121,11 +124,15 @@ def released_before(module: fx.GraphModule, lowered: fx.GraphModule, tasks: dict
     for node in nodes:
         for storage in dataflow.storages(node):
             last[storage] = max([last.get(storage, 0), place[node], *(place[user] for user in node.users)])
-    kept = {s for node in module.graph.nodes if node.op == "placeholder" for s in dataflow.storages(node)}
+    given = [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    kept = {s for node in given for s in dataflow.storages(node)}
     kept |= {s for node in dataflow.outputs(module.graph) if node is not None for s in dataflow.storages(node)}
-    issued = [(place[node], tasks[node.name]) for node in nodes if node.name in tasks]
+    issued: dict[int, int] = {}
+    for node in nodes:
+        if node.name in tasks:
+            issued.setdefault(tasks[node.name], place[node])
     return {
-        storage: sorted({task for where, task in issued if where > end})
+        storage: sorted(task for task, where in issued.items() if where > end)
         for storage, end in last.items()
         if storage not in kept
     }
@@ -160,7 +167,7 @@ def check_releases(module: fx.GraphModule, schedule: Schedule, lowered: fx.Graph
         assert len(on_stream) >= len(could) - 1, "memory was held longer than needed"
 
 
-@given(programs, st.integers(0, 2**20), st.integers(1, 4))
+@given(PROGRAMS, st.integers(0, 2**20), st.integers(1, 4))
 def test_memory_is_held_until_all_readers_are_through(program: Program, seed: int, num_streams: int) -> None:
     module = traced(program)
     graph = task_graph(module.graph)

@@ -60,11 +60,12 @@ class Race:
 
     def __init__(self, *costs_us: float | None) -> None:
         self.clock = Clock()
+        self.costs_us = {str(place): cost for place, cost in enumerate(costs_us)}
         self.made: list[Runner] = []
         self.refusals: list[str] = []
         first = Runner("0", self.clock, costs_us[0] or 0.0)
         self.made.append(first)
-        self._others = [self._maker(str(place), cost) for place, cost in enumerate(costs_us[1:], 1)]
+        self._others = [self._maker(str(place)) for place in range(1, len(costs_us))]
         self.contest = Contest(first, Stopwatch(self.clock), lambda error: self.refusals.append(error.refusal.reason))
 
     def open(self) -> None:
@@ -77,9 +78,10 @@ class Race:
     def alive(self) -> list[str]:
         return [runner.name for runner in self.made if not runner.released]
 
-    def _maker(self, name: str, cost_us: float | None) -> Callable[[Sequence[torch.Tensor]], Runner]:
+    def _maker(self, name: str) -> Callable[[Sequence[torch.Tensor]], Runner]:
         def make(inputs: Sequence[torch.Tensor]) -> Runner:
             assert inputs is INPUTS
+            cost_us = self.costs_us[name]
             if cost_us is None:
                 raise RefusedError(Refusal(f"no {name}"))
             runner = Runner(name, self.clock, cost_us)
@@ -173,3 +175,36 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(race.made) == 3
     assert race.contest.winner is race.made[2]
     assert [runner.released for runner in race.made] == [False, True, False]
+
+
+def test_after_drift_an_entrant_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0, 5.0)
+    race.open()
+    race.run(100)
+    race.costs_us["1"] = None
+    race.made[1].cost_us = 20.0
+    race.run(100)
+    assert race.contest.place == 0
+    assert race.contest.times_us == (10.0, None)
+    assert race.alive() == ["0"]
+
+
+def test_replays_before_it_was_opened_do_not_count() -> None:
+    race = Race(10.0, 12.0)
+    race.made[0].cost_us = 100.0
+    race.run(20)
+    race.made[0].cost_us = 10.0
+    race.open()
+    race.run(60)
+    assert race.contest.place == 0
+    assert race.contest.times_us == (10.0, 12.0)
+
+
+def test_at_most_two_are_kept_beside_the_one_on_trial() -> None:
+    race = Race(10.0, 8.0, 9.0, 7.0, 6.0)
+    race.open()
+    for _ in range(100):
+        race.run(1)
+        assert len(race.alive()) <= 3
+    assert race.alive() == ["0", "4"]
