@@ -42,8 +42,8 @@ class Config:
         max_graphs: how many captured graphs (one for each signature of the inputs) are kept; the
             least recently used one is released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
-            measured fastest stays, one stream included. None: one stream. In effect with `mode="auto"`
-            and without `compile` and `max_memory`; not yet in a drop-in loop.
+            measured fastest stays, one stream included. None: one stream. Validated and reported, but not
+            yet in effect: plans on several streams have not been verified on a GPU.
         enable_fusion: fuse operators of the captured graph. Not yet in effect.
     """
 

@@ -51,9 +51,11 @@ def _refuse_launchers(purpose: str) -> Refusal | None:
     return None
 
 
-def has_streams(device: torch.device) -> bool:
-    """Whether `device` runs independent work at the same time, if it is told what depends on what."""
-    return device.type == "cuda"
+def refuse_streams(device: torch.device) -> Refusal | None:
+    """None if captured steps may run on several streams of `device`."""
+    if device.type != "cuda":
+        return Refusal(f"num_streams needs CUDA streams, and the step runs on {device.type}")
+    return Refusal("plans on several CUDA streams have not been verified on a GPU in this version; one stream is used")
 
 
 def synchronize(device: torch.device) -> None:

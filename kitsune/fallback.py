@@ -157,14 +157,20 @@ class RefusalLog:
 
     def add(self, refusal: Refusal | RefusedError) -> None:
         """Notes a refusal; a passing one, after which replay is tried again, is no warning."""
-        text = str(refusal)
-        if text in self._seen:
-            return
-        self._seen[text] = None
         if isinstance(refusal, RefusedError) and refusal.passing:
-            _log.info("%s ran a step as plain PyTorch: %s", self._subject, text)
+            self._note(logging.INFO, "%s ran a step as plain PyTorch: %s", refusal)
         else:
-            _log.warning("%s runs as plain PyTorch: %s", self._subject, text)
+            self._note(logging.WARNING, "%s runs as plain PyTorch: %s", refusal)
+
+    def do_without(self, refusal: Refusal | RefusedError) -> None:
+        """Notes why something that was asked for is left out of what is replayed."""
+        self._note(logging.WARNING, "%s does without an option: %s", refusal)
+
+    def _note(self, level: int, message: str, refusal: Refusal | RefusedError) -> None:
+        text = str(refusal)
+        if text not in self._seen:
+            self._seen[text] = None
+            _log.log(level, message, self._subject, text)
 
     def reasons(self) -> tuple[str, ...]:
         return tuple(self._seen)

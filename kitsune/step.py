@@ -164,7 +164,7 @@ def _without_amp(model: torch.nn.Module, loss_fn: LossFunction | None, forward: 
 def _with_amp(loss: Loss, device: torch.device, dtype: torch.dtype, log: RefusalLog) -> Loss:
     refusal = refuse_bfloat16(device) if dtype is torch.bfloat16 else None
     if refusal is not None:
-        log.add(refusal)
+        log.do_without(refusal)
         return loss
 
     def autocast_loss(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

@@ -106,7 +106,8 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "What each optimization contributes",
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
             " (drop-in), with the optimizer in the same replay (TrainStep), and with its tasks on several streams."
-            " Each is compared with the one above it.",
+            " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
+            " that it may differ from the ratio of the bars.",
             _explained_charts(charts["contribution"], step_tables.contribution_table(comparison)),
         ),
         _Section(

@@ -14,7 +14,7 @@ from harness.report.style import Spec
 from harness.rows import Comparison
 from harness.timelines import Bar, Timeline
 
-_SHARE_FOR_TEXT = 0.46
+_SHARE_FOR_TEXT = 0.5
 """How much of a chart of contributions is kept for what is written at the bars' ends."""
 
 _COLOURS = {
@@ -29,10 +29,11 @@ _PALE = 0.5
 
 
 def contributions(comparison: Comparison) -> list[Figure]:
-    """Bars for each case and precision: the time of a step with one optimization after the other added."""
+    """Bars for each case and measured precision: the time of a step with one optimization after the other added."""
+    measured = [part for part in comparison.breakdowns if any(stage.seconds is not None for stage in part.stages)]
     figures = []
     for index, case in enumerate(comparison.cases):
-        members = [breakdown for breakdown in comparison.breakdowns if breakdown.case == case]
+        members = [breakdown for breakdown in measured if breakdown.case == case]
         if members:
             figures.append(_contributions(f"contribution-{index}", style.case_name(case), members))
     return figures
@@ -73,7 +74,7 @@ def _row_name(stage: Stage, precision: str) -> str:
 def _written(stage: StageTime) -> str:
     if stage.seconds is None:
         return "not measured"
-    gain = None if stage.gain is None else f"{formats.ratio(stage.gain.ratio)}× as fast"
+    gain = None if stage.gain is None else f"{formats.ratio(stage.gain.ratio)}×"
     told = [formats.seconds(stage.seconds), gain, "ran eagerly" if stage.mode == "eager" else None]
     return ", ".join(part for part in told if part)
 

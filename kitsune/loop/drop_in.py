@@ -167,7 +167,7 @@ class DropInLoop:
         refusal = refuse_bfloat16(_device(self._optimizer))
         if refusal is None:
             return self._config.amp_dtype
-        self._log.add(refusal)
+        self._log.do_without(refusal)
         return None
 
     def _make(self, module: torch.nn.Module, eager: Call) -> SplitStep:

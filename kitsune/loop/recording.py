@@ -61,7 +61,7 @@ class Recording:
         _refuse_memory(module, inputs, copied, mutated, config)
         compile = config.compile
         if compile and (missing := refuse_inductor(device)) is not None:
-            log.add(missing)
+            log.do_without(missing)
             compile = False
         self._stable = [
             (place, tensor := inputs[place], tensor.data_ptr(), tensor.requires_grad) for place in sorted(stable)

@@ -13,7 +13,7 @@ from kitsune.capture.state import note_step
 from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
-from kitsune.device import has_streams, synchronize
+from kitsune.device import refuse_streams, synchronize
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
@@ -86,7 +86,7 @@ class StepLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=has_streams(self._device)),
+            not_in_effect=self._config.not_in_effect(uses_streams=refuse_streams(self._device) is None),
             schedules=() if latest is None else latest.schedules(),
             plan=self.plan(),
         )

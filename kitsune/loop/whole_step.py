@@ -15,7 +15,7 @@ from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
-from kitsune.device import has_streams
+from kitsune.device import refuse_streams
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.fallback import Chooser, RefusalLog
@@ -148,7 +148,7 @@ class WholeStep(GuardedStep):
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         inputs = [*flat, *program.state]
         first = Recording(program.module, inputs, **self._conditions(program))
-        self._contest = Contest(first, stopwatch(inputs[0].device), self._log.add)
+        self._contest = Contest(first, stopwatch(inputs[0].device), self._log.do_without)
         self._program = program
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
@@ -170,14 +170,16 @@ class WholeStep(GuardedStep):
         if self._challengers is not None or not self.chooser.settled or num_streams == 1:
             return
         self._challengers = ()
-        if not has_streams(inputs[0].device):
+        refusal = refuse_streams(inputs[0].device)
+        if refusal is not None:
+            self._log.do_without(refusal)
             return
         started = time.perf_counter()
         try:
             self._challengers = planning.challengers(program.module, inputs, num_streams)
         except RuntimeError as error:  # an operator that cannot be timed, or too little memory to do it
             reason = str(error).splitlines()[0]
-            self._log.add(Refusal(f"planning on several streams failed ({reason}); the step is replayed on one"))
+            self._log.do_without(Refusal(f"planning on several streams failed ({reason}); the step is replayed on one"))
         self.setup_seconds += time.perf_counter() - started
         arena_bytes = max((planned.plan.memory.arena_bytes for planned in self._challengers), default=0)
         record = partial(_record_challenger, self._memory, arena_bytes, self._conditions(program))

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.capture.frontend import GuardedFunction
+from kitsune.collection import no_garbage_collection
 from kitsune.execution.in_order import InOrder
 from tests.kitsune.training import FORMS, Training, adam, batch, net_and_adam
 
@@ -58,13 +59,9 @@ def test_a_dropped_model_needs_no_garbage_collection(form: str) -> None:
     training = Training(form, model, optimizer)
     training.run(4)
     reference = weakref.ref(model.first.weight)
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         del training, model, optimizer
         assert reference() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch import fx, nn
 
 import kitsune
 import models
+from kitsune.collection import no_garbage_collection
+from kitsune.device import refuse_streams
 from kitsune.fallback import Chooser
 from kitsune.loop import contest, planning
 from kitsune.loop.recording import Recording
@@ -55,8 +56,8 @@ class Favouring:
 @pytest.fixture(autouse=True)
 def _a_device_with_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kitsune.loop.whole_step.has_streams", lambda device: True)
-    monkeypatch.setattr("kitsune.loop.step_loop.has_streams", lambda device: True)
+    monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)
+    monkeypatch.setattr("kitsune.loop.step_loop.refuse_streams", lambda device: None)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
 
 
@@ -212,6 +213,25 @@ def test_plans_of_the_three_models() -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize(("device", "reason"), [("cpu", "needs CUDA streams"), ("cuda", "not been verified on a GPU")])
+def test_where_streams_are_refused_one_is_used_and_the_status_says_why(
+    device: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = refuse_streams(torch.device(device))
+    for module in ("whole_step", "step_loop"):
+        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_streams", lambda _: refused)
+    monkeypatch.setattr(planning, "challengers", lambda *_: pytest.fail("planned"))
+    status = train().status()
+    assert status.mode == "replay"
+    assert len(status.schedules) == 1
+    assert status.not_in_effect == ("num_streams",)
+    assert reason in status.refusals[-1]
+    assert [record.message for record in caplog.records] == [
+        f"the training step does without an option: {status.refusals[-1]}"
+    ]
+
+
+@pytest.mark.usefixtures("replay_is_faster")
 def test_a_dropped_step_needs_no_garbage_collection() -> None:
     model, optimizer = build(adam)()
     training = Training("train_step", model, optimizer, mode="auto", num_streams=NUM_STREAMS)
@@ -219,13 +239,9 @@ def test_a_dropped_step_needs_no_garbage_collection() -> None:
         (x, y), _ = batch(index)
         training.step(x, y)
     reference = weakref.ref(model.first.weight)
-    gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         del training, model, optimizer
         assert reference() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("replay_is_faster")

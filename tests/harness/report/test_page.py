@@ -146,7 +146,7 @@ def test_every_kitsune_variant_has_a_timeline_or_a_reason(visit: Visit) -> None:
 def test_contributions_name_what_was_not_measured(visit: Visit) -> None:
     written = [text.strip() for text in visit.page.locator("#contribution-1 .bartext").all_text_contents()]
     assert [text == "not measured" for text in written] == [False, False, False, True] * 2
-    assert all("× as fast" in written[place] for place in (1, 2, 5, 6))
+    assert all("×" in written[place] for place in (1, 2, 5, 6))
     visit.page.locator("#contributions summary").click()
     rows = visit.texts("#contributions tbody tr")
     assert len(rows) == 24

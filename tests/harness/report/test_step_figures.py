@@ -104,3 +104,12 @@ def test_the_page_says_why_there_is_no_timeline(gpu: Comparison) -> None:
     nothing = report.html_page(replace(gpu, timelines=()))
     assert "No Kitsune variant was measured" in nothing
     assert 'id="streams"' in nothing
+
+
+def test_a_precision_that_was_not_measured_has_no_bars(gpu: Comparison) -> None:
+    first = gpu.breakdowns[0]
+    missing = tuple(replace(stage, seconds=None, speedup=None, gain=None, missing="no") for stage in first.stages)
+    (_, *others) = gpu.breakdowns
+    absent = replace(gpu, breakdowns=(replace(first, stages=missing), *others))
+    before, after = (step_figures.contributions(comparison)[0].traces[0]["y"] for comparison in (gpu, absent))
+    assert [row for row in before if row not in after] == before[:4]  # type: ignore[attr-defined,index,operator]
