@@ -160,11 +160,15 @@ def _selection(profile: profiles.Name) -> list[str]:
     """
     device_type: profiles.DeviceType = "cpu" if environment.visible_gpu() is None else "cuda"
     return [
-        rf"\.track_\w+\('{variant.name}', '{re.escape(case.name)}'\)$"
+        rf"\.{_tracks(profile, case, variant)}\('{variant.name}', '{re.escape(case.name)}'\)$"
         for case in profiles.cases(profile, device_type)
         for variant in variants.VARIANTS.values()
         if profiles.left_out(profile, case, variant, at_head=True) is None
     ]
+
+
+def _tracks(profile: profiles.Name, case: profiles.Case, variant: variants.Variant) -> str:
+    return r"track_\w+" if profiles.needs_profile(profile, case, variant, at_head=True) else "track_step_seconds"
 
 
 def _compare(machine: str) -> int:

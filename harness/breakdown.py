@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -13,22 +11,12 @@ from harness.variants import VARIANTS
 
 
 class Stage(Enum):
-    """What is added to the stage before, as a reader calls it. The last two differ in the order of the same work."""
+    """What is added to the stage before, as a reader calls it."""
 
     EAGER = "eager"
     CAPTURED = "forward and backward captured"
     WHOLE = "optimizer in the step"
     STREAMS = "streams"
-
-
-_FAMILIES = {
-    Stage.EAGER: "eager",
-    Stage.CAPTURED: "kitsune_dropin",
-    Stage.WHOLE: "kitsune_trainstep",
-    Stage.STREAMS: "kitsune_trainstep_streams",
-}
-
-_MOST_US = 1e12
 
 
 @dataclass(frozen=True)
@@ -37,7 +25,6 @@ class StageTime:
 
     ``seconds`` is None where it is ``missing``, which then says why. ``speedup`` is eager's time over this one's and
     ``gain`` that of the last stage before that was measured; None where there is nothing to compare with.
-    ``is_own`` marks seconds that Kitsune took itself while it chose between ways, outside the paired measurement.
     """
 
     stage: Stage
@@ -45,7 +32,6 @@ class StageTime:
     seconds: float | None
     speedup: Estimate | None
     gain: Estimate | None
-    is_own: bool
     mode: str | None
     missing: str | None
 
@@ -66,83 +52,65 @@ def breakdowns(measured: Measurement) -> tuple[Breakdown, ...]:
 
 
 def _breakdown(measured: Measurement, case: Case, precision: str) -> Breakdown:
-    variants = {stage: f"{family}_{precision}" for stage, family in _FAMILIES.items()}
-    is_apart = variants[Stage.STREAMS] in measured.variants(case)
-    own = {} if is_apart else _own_times(measured, case, variants[Stage.WHOLE])
     stages: list[StageTime] = []
-    for stage, variant in variants.items():
-        seconds = own.get(stage, _seconds(measured, case, variant))
+    for stage, variant, missing in _plan(measured, case, precision):
         current = StageTime(
             stage=stage,
             variant=variant,
-            seconds=seconds,
+            seconds=_seconds(measured, case, variant) if missing is None else None,
             speedup=None,
             gain=None,
-            is_own=stage in own,
             mode=_mode(measured, case, variant),
-            missing=_reason(measured, case, variant) if seconds is None else None,
+            missing=missing,
         )
         known = [entry for entry in stages if entry.seconds is not None]
-        if seconds is not None and known:
-            gain = _speedup(measured, case, current, known[-1])
-            over_eager = _speedup(measured, case, current, known[0]) if known[0].stage is Stage.EAGER else None
+        if missing is None and known:
+            gain = _speedup(measured, case, variant, known[-1].variant)
+            over_eager = _speedup(measured, case, variant, known[0].variant) if known[0].stage is Stage.EAGER else None
             current = replace(current, gain=gain, speedup=over_eager)
         stages.append(current)
     return Breakdown(case, precision, tuple(stages))
 
 
-def _seconds(measured: Measurement, case: Case, variant: str) -> float | None:
-    rounds = [entry.blocks[variant].seconds for entry in measured.rounds[case] if variant in entry.blocks]
-    return typical_seconds(rounds) if rounds else None
+def _plan(measured: Measurement, case: Case, precision: str) -> list[tuple[Stage, str, str | None]]:
+    """For each stage the variant that shows it, and why it cannot be shown; None where it can.
+
+    Streams are told apart from the whole step only where one stream was measured beside the default.
+    """
+    chosen, one_stream = f"kitsune_trainstep_{precision}", f"kitsune_trainstep_one_stream_{precision}"
+    is_apart = one_stream in measured.variants(case)
+    variants = {
+        Stage.EAGER: f"eager_{precision}",
+        Stage.CAPTURED: f"kitsune_dropin_{precision}",
+        Stage.WHOLE: one_stream if is_apart else chosen,
+    }
+    plan = [(stage, variant, _missing(measured, case, variant)) for stage, variant in variants.items()]
+    missing = _missing(measured, case, chosen)
+    if not is_apart:
+        missing = f"there is no time on one stream to compare with ({_missing(measured, case, one_stream)})"
+    return [*plan, (Stage.STREAMS, chosen, missing)]
 
 
-def _own_times(measured: Measurement, case: Case, variant: str) -> dict[Stage, float]:
-    """Kitsune's own seconds at the last two stages, of the ``schedules`` in a status; nothing unless both are there."""
-    schedules = _status(measured, case, variant).get("schedules")
-    if not isinstance(schedules, (list, tuple)):
-        return {}
-    found: dict[Stage, float] = {}
-    for entry in schedules:
-        timed = _schedule_time(entry)
-        if timed is None:
-            continue
-        num_streams, seconds = timed
-        stage = Stage.WHOLE if num_streams == 1 else Stage.STREAMS
-        found[stage] = min(seconds, found.get(stage, seconds))
-    return found if len(found) == 2 else {}
+def _seconds(measured: Measurement, case: Case, variant: str) -> float:
+    return typical_seconds(
+        [entry.blocks[variant].seconds for entry in measured.rounds[case] if variant in entry.blocks]
+    )
 
 
-def _schedule_time(entry: object) -> tuple[int, float] | None:
-    """How many streams a schedule uses and the seconds of a step; None where it was not timed or cannot be read."""
-    if not isinstance(entry, Mapping):
-        return None
-    num_streams, us = entry.get("num_streams"), entry.get("measured_us")
-    if type(num_streams) is not int or num_streams < 1:
-        return None
-    if isinstance(us, bool) or not isinstance(us, (int, float)) or not 0 < us < _MOST_US:
-        return None
-    return num_streams, us * 1e-6
-
-
-def _speedup(measured: Measurement, case: Case, current: StageTime, earlier: StageTime) -> Estimate | None:
-    """How much faster ``current`` is: by paired rounds; without an interval where a time is Kitsune's own."""
-    if current.is_own or earlier.is_own:
-        assert current.seconds is not None and earlier.seconds is not None
-        return Estimate(earlier.seconds / current.seconds, 0.0, math.inf, 1, 1)
-    pairs = measured.pairs(case, current.variant, earlier.variant)
+def _speedup(measured: Measurement, case: Case, variant: str, earlier: str) -> Estimate | None:
+    """How much faster a variant is than another; None where no round timed both."""
+    pairs = measured.pairs(case, variant, earlier)
     return paired_ratio(pairs).inverted() if pairs else None
 
 
 def _mode(measured: Measurement, case: Case, variant: str) -> str | None:
-    mode = _status(measured, case, variant).get("mode")
+    profile = measured.profiles.get((case, variant))
+    mode = None if profile is None or profile.kitsune is None else profile.kitsune.get("mode")
     return None if mode is None else str(mode)
 
 
-def _status(measured: Measurement, case: Case, variant: str) -> Mapping[str, object]:
-    profile = measured.profiles.get((case, variant))
-    return {} if profile is None or profile.kitsune is None else profile.kitsune
-
-
-def _reason(measured: Measurement, case: Case, variant: str) -> str:
+def _missing(measured: Measurement, case: Case, variant: str) -> str | None:
+    if variant in measured.variants(case):
+        return None
     skip = measured.skips.get((case, variant))
     return "not measured" if skip is None else f"{skip.status}: {skip.reason}"

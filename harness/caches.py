@@ -1,4 +1,4 @@
-"""Where compilers keep what they made.
+"""Where compilers keep what they made, and Kitsune what it measured.
 
 A Kitsune variant's caches belong to its commit and begin empty with each run: no commit is timed on another's kernels.
 The peers' are keyed by the versions that decide what a compiler makes: not every commit pays for compiling them.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.variants import Variant
 
-_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "KITSUNE_CACHE_DIR": "kitsune"}
 
 
 class Caches:
@@ -41,7 +41,7 @@ class Caches:
 
 
 def use(folder: Path | None) -> None:
-    """From here on, compilers of this process keep their caches in this folder; None leaves them where they are."""
+    """From here on, this process keeps its caches in this folder; None leaves them where they are."""
     if folder is None:
         return
     for variable, name in _VARIABLES.items():
@@ -51,5 +51,5 @@ def use(folder: Path | None) -> None:
 
 
 def is_cold(folder: Path | None) -> bool:
-    """Whether nothing has been compiled into the folder yet."""
+    """Whether nothing has been kept in the folder yet."""
     return folder is None or not any(path.is_file() for path in folder.rglob("*"))

@@ -23,6 +23,7 @@ from harness.stats import (
     verdict,
 )
 from harness.store import History, Profile
+from harness.stream_gains import stream_gains
 from harness.timelines import timeline
 
 DEFAULT_MARGIN = 0.03
@@ -58,6 +59,8 @@ def compare(
     commits = _commits(history, folder)
     rows = tuple(row for case in newer.rounds for row in _case_rows(newer, case, margin))
     changes = () if older is None else _changes(older, newer, margin)
+    stages = breakdowns(newer)
+    timelines = tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune)
     return Comparison(
         machine=history.machine,
         facts=newer.facts,
@@ -72,8 +75,9 @@ def compare(
         skips=_skip_groups(newer),
         history=_history(history, commits),
         losses=_losses(newer),
-        breakdowns=breakdowns(newer),
-        timelines=tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune),
+        breakdowns=stages,
+        timelines=timelines,
+        stream_gains=stream_gains(stages, timelines, margin),
         notes=_notes(older, newer, changes),
         damage=history.damage,
     )
@@ -203,22 +207,30 @@ def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Cha
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
-    """Kitsune's variants timed at base for which head holds a reason instead of timings."""
+    """Kitsune's variants timed at base that could not be at head; what head's profile left out is not among them."""
     return tuple(
-        Lost(case, newer.skips[case, variant])
+        Lost(case, skip)
         for case in older.rounds
         for variant in older.variants(case)
-        if is_kitsune(variant) and (case, variant) in newer.skips and variant not in newer.variants(case)
+        if is_kitsune(variant)
+        and (skip := newer.skips.get((case, variant))) is not None
+        and skip.status != "left out"
+        and variant not in newer.variants(case)
     )
 
 
 def _summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
+    """Means over the cases that all of Kitsune's variants on a device share: others would not compare."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.is_kitsune and row.ratio is not None:
             groups.setdefault((row.case.device, row.variant), []).append(row)
     summaries = []
-    for (device, variant), members in groups.items():
+    for (device, variant), timed in groups.items():
+        shared = _shared_cases([members for (where, _), members in groups.items() if where == device])
+        members = [row for row in timed if row.case in shared]
+        if not members:
+            continue
         eager = [1 / row.ratio.ratio for row in members if row.ratio is not None]
         peers = [1 / row.peer_ratio.ratio for row in members if row.peer_ratio is not None]
         summaries.append(
@@ -232,6 +244,10 @@ def _summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
             )
         )
     return tuple(summaries)
+
+
+def _shared_cases(groups: Sequence[Sequence[Row]]) -> set[Case]:
+    return set.intersection(*({row.case for row in members} for members in groups))
 
 
 def _skip_groups(measured: Measurement) -> tuple[SkipGroup, ...]:

@@ -37,7 +37,8 @@ CURVE_POINTS = 50
 class Case:
     """A model at a batch size on a kind of device.
 
-    ``loss_steps`` is the length of the run whose losses are compared; ``default`` marks the batch size of quick runs.
+    ``loss_steps`` is the length of the run whose losses are compared; ``default`` marks the batch size that the quick
+    profile measures whole.
     """
 
     model: str
@@ -62,15 +63,16 @@ CASES = (
     Case("resnet18", 4, "cpu", 10, default=True),
     Case("resnet18", 8, "cpu", 10),
     Case("resnet18", 32, "cpu", 10),
-    Case("mlp", 16, "cuda", 300),
+    Case("mlp", 8, "cuda", 300),
     Case("mlp", 64, "cuda", 300, default=True),
-    Case("mlp", 256, "cuda", 300),
-    Case("mlp", 1024, "cuda", 300),
-    Case("lenet", 16, "cuda", 300),
+    Case("mlp", 128, "cuda", 300),
+    Case("mlp", 512, "cuda", 300),
+    Case("lenet", 8, "cuda", 300),
     Case("lenet", 64, "cuda", 300, default=True),
-    Case("lenet", 256, "cuda", 300),
-    Case("lenet", 1024, "cuda", 300),
-    Case("resnet18", 32, "cuda", 300),
+    Case("lenet", 128, "cuda", 300),
+    Case("lenet", 512, "cuda", 300),
+    Case("resnet18", 8, "cuda", 300),
+    Case("resnet18", 64, "cuda", 300),
     Case("resnet18", 128, "cuda", 300, default=True),
     Case("resnet18", 512, "cuda", 300),
 )
@@ -111,37 +113,55 @@ _EFFORTS: dict[tuple[Name, DeviceType], Effort] = {
 }
 
 
+_SWEEP = ("eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp")
+"""What the quick profile on CUDA measures over batch sizes: what several streams gain, beside eager and the peer."""
+
+
 def effort(profile: Name, device_type: DeviceType) -> Effort:
     """How thoroughly this profile measures on this kind of device."""
     return _EFFORTS[profile, device_type]
 
 
 def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
-    """The cases that a profile measures on a kind of device."""
-    return tuple(case for case in CASES if case.device_type == device_type and (case.default or profile == "full"))
+    """The cases of a profile on a kind of device; :func:`left_out` says what it measures of each."""
+    everything = profile == "full" or device_type == "cuda"
+    return tuple(case for case in CASES if case.device_type == device_type and (case.default or everything))
 
 
-def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) -> bool:
+def needs_profile(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> bool:
     """Whether set-up, peak memory and losses are measured at a commit, and not its time alone.
 
     Those of a peer do not change from commit to commit, so the quick profile measures them at HEAD; the losses of eager
-    PyTorch are needed everywhere, to compare with.
+    PyTorch are needed everywhere, to compare with. At sizes other than the default it measures times alone.
     """
-    return profile == "full" or at_head or variant.is_kitsune or variant.family == "eager"
+    if profile == "full":
+        return True
+    return case.default and (at_head or variant.is_kitsune or variant.family == "eager")
 
 
 def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:
-    """Why a profile does not measure a variant of one of its cases; None if it does.
-
-    Only the quick profile on the CPU leaves variants out: it has five minutes for three commits on two cores, where
-    compiling one model takes 15 to 40 seconds.
-    """
-    if profile == "full" or case.device_type == "cuda":
+    """Why a profile does not measure a variant of one of its cases; None if it does. The full profile measures all."""
+    if profile == "full":
         return None
+    on_device = _left_out_on_cuda if case.device_type == "cuda" else _left_out_on_cpu
+    return on_device(case, variant, at_head)
+
+
+def _left_out_on_cuda(case: Case, variant: variants.Variant, at_head: bool) -> str | None:
+    """The default sizes are measured whole; the others at HEAD, of what the sweep names."""
+    if case.default:
+        return None
+    if variant.name not in _SWEEP:
+        return "not part of the quick profile at this batch size; `make bench-full` measures it"
+    return None if at_head else "batch sizes other than the default are measured at HEAD only"
+
+
+def _left_out_on_cpu(case: Case, variant: variants.Variant, at_head: bool) -> str | None:
+    """There are five minutes for three commits on two cores, where compiling one model takes 15 to 40 seconds."""
     if variant.cuda_only is not None:
         return variant.cuda_only
     if variant.precision == "fp32" and variant.family in ("eager", "kitsune_dropin", "kitsune_trainstep"):
         return None
     if variant.name != "compile_fp32" or case.model != "mlp":
-        return "left out of the quick profile on the CPU; `make bench-full` measures it"
+        return "not part of the quick profile on the CPU; `make bench-full` measures it"
     return None if at_head else "compiling takes too long for the quick profile on the CPU: measured at HEAD only"

@@ -92,7 +92,11 @@ class Profile:
 
 @dataclass(frozen=True)
 class Skip:
-    """A variant that was not measured: ``status`` is "skipped" (cannot run here) or "failed" (tried, and it broke)."""
+    """A variant that was not measured.
+
+    ``status`` is "skipped" (cannot run here), "left out" (the profile does not measure it) or "failed" (tried, and it
+    broke).
+    """
 
     run: str
     case: str
@@ -206,7 +210,7 @@ def _skip(fields: Mapping[str, object]) -> Skip:
         device=_text(fields, "device"),
         variant=_text(fields, "variant"),
         precision=_text(fields, "precision"),
-        status=_choice(fields, "status", ("skipped", "failed")),
+        status=_choice(fields, "status", ("skipped", "left out", "failed")),
         reason=_text(fields, "reason"),
     )
 

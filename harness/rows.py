@@ -13,6 +13,7 @@ from harness.names import is_kitsune
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage, Skip
+from harness.stream_gains import StreamGain
 from harness.timelines import NoTimeline, Timeline
 
 Tally = Mapping[Verdict, int]
@@ -177,6 +178,7 @@ class Comparison:
     losses: tuple[LossCurve, ...]
     breakdowns: tuple[Breakdown, ...]
     timelines: tuple[Timeline | NoTimeline, ...]
+    stream_gains: tuple[StreamGain, ...]
     notes: tuple[str, ...]
     damage: tuple[Damage, ...]
 

@@ -81,8 +81,13 @@ def measurement(history: History, commit: str, runs: Sequence[Run] | None = None
         left_out=tuple(run for run in candidates if run not in pooled),
         rounds=rounds,
         profiles=profiles,
-        skips={key: skip for key, skip in skips.items() if key not in timed or skip.run == pooled[-1].run},
+        skips={key: skip for key, skip in skips.items() if key not in timed or _is_loss(skip, pooled[-1])},
     )
+
+
+def _is_loss(skip: Skip, newest: Run) -> bool:
+    """Whether a variant that was timed in some run was then tried in vain, by the newest one."""
+    return skip.run == newest.run and skip.status != "left out"
 
 
 def changed_facts(one: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, ...]:

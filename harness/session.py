@@ -40,8 +40,9 @@ _PROBE_SECONDS = 300.0
 class Measured(TypedDict):
     """What asv is given of one variant of one case, in plain values; lower is better for each list.
 
-    ``status`` is "measured", "skipped" or "failed", the latter two with a ``reason``. ``step_s`` has one entry for each
-    round: the median of its blocks. ``peak_bytes`` is what torch allocated on the device, on the CPU the resident set.
+    ``status`` is "measured" or that of a :class:`harness.records.Skip`, with its ``reason``. ``step_s`` has one entry
+    for each round: the median of its blocks. ``peak_bytes`` is what torch allocated on the device, on the CPU the
+    resident set.
     """
 
     status: str
@@ -94,9 +95,10 @@ class Session:
         )
         caches = Caches(self._context.caches, self._context.commit, found.facts)
         caches.clear()
-        plan = [(case, self._tasks(case, found, caches)) for case in profiles.cases(self._context.profile, device_type)]
+        cases = profiles.cases(self._context.profile, device_type)
+        plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, caches))]
         effort = profiles.effort(self._context.profile, device_type)
-        self._steps = sum(sum(map(self._needs_profile, tasks)) + effort.rounds for _, tasks in plan)
+        self._steps = sum(len(self._to_profile(case, tasks)) + effort.rounds for case, tasks in plan)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
         caches.clear()
@@ -137,28 +139,31 @@ class Session:
         return self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
 
     def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
-        """What is measured of a case; the other variants are recorded as skipped."""
+        """What is measured of a case; of the other variants the reason is recorded."""
         tasks = []
         for variant in variants.VARIANTS.values():
-            reason = found.unavailable.get(variant.name) or profiles.left_out(
-                self._context.profile, case, variant, at_head=self._context.at_head
-            )
-            if reason is None:
-                tasks.append(Task(variant.name, caches.folder(case.name, variant)))
+            unavailable = found.unavailable.get(variant.name)
+            left_out = profiles.left_out(self._context.profile, case, variant, at_head=self._context.at_head)
+            if unavailable is not None:
+                self._leave_out(case, variant.name, "skipped", unavailable)
+            elif left_out is not None:
+                self._leave_out(case, variant.name, "left out", left_out)
             else:
-                self._leave_out(case, variant.name, "skipped", reason)
+                tasks.append(Task(variant.name, caches.folder(case.name, variant)))
         return tuple(tasks)
 
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
-        for task in filter(self._needs_profile, tasks):
+        for task in self._to_profile(case, tasks):
             self._profile(case, task, effort)
         runnable = self._without_failed(case, tasks)
         for number in range(effort.rounds):
             runnable = self._round(case, runnable, effort, number)
 
-    def _needs_profile(self, task: Task) -> bool:
-        variant = variants.get(task.variant)
-        return profiles.needs_profile(self._context.profile, variant, at_head=self._context.at_head)
+    def _to_profile(self, case: Case, tasks: tuple[Task, ...]) -> list[Task]:
+        profile, at_head = self._context.profile, self._context.at_head
+        return [
+            task for task in tasks if profiles.needs_profile(profile, case, variants.get(task.variant), at_head=at_head)
+        ]
 
     def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
         """Measures one variant alone."""

@@ -1,4 +1,4 @@
-"""The tables of what happens within a step: what each optimization contributes, and the plans behind the timelines."""
+"""The tables of what happens within a step: what each optimization and several streams contribute, and the plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.names import label, precision_of
 from harness.rows import Comparison
 from harness.selection import Case
 from harness.stats import Estimate
-from harness.tables import Cell, Column, Table, Tone
+from harness.tables import Cell, Column, Table, Tone, verdict_cell
 from harness.timelines import NoTimeline, Timeline
 
 _CASE_COLUMNS = (
@@ -40,6 +40,32 @@ def contribution_table(comparison: Comparison) -> Table:
         )
         for breakdown in comparison.breakdowns
         for position, stage in enumerate(breakdown.stages)
+    ]
+    return Table(columns, tuple(rows))
+
+
+def stream_table(comparison: Comparison) -> Table:
+    """Every case and precision that was timed on one stream and by the plan that Kitsune chose."""
+    columns = (
+        *_CASE_COLUMNS,
+        Column("in order", "seconds per training step on one stream", numeric=True),
+        Column("chosen plan", "seconds per training step with the streams that Kitsune chose", numeric=True),
+        Column("over one stream", "speed-up of the chosen plan, with its 95% interval", numeric=True),
+        Column("verdict", "whether the whole interval lies beyond the margin"),
+        Column("streams", "how many the chosen plan uses, where the variant was profiled", numeric=True),
+        Column("schedule", "the strategy that made the chosen plan"),
+    )
+    rows = [
+        (
+            *_case_cells(entry.case, entry.precision),
+            Cell(formats.seconds(entry.one_stream_seconds), entry.one_stream_seconds),
+            Cell(formats.seconds(entry.chosen_seconds), entry.chosen_seconds),
+            _speedup(entry.gain),
+            verdict_cell(entry.verdict),
+            Cell(formats.ABSENT if entry.num_streams is None else str(entry.num_streams), entry.num_streams),
+            Cell(formats.ABSENT if entry.strategy is None else formats.one_line(entry.strategy)),
+        )
+        for entry in comparison.stream_gains
     ]
     return Table(columns, tuple(rows))
 
@@ -88,8 +114,7 @@ def _microseconds(value: float | None) -> Cell:
 def _remark(stage: StageTime) -> Cell:
     if stage.missing is not None:
         return Cell(formats.one_line(stage.missing))
-    told = ["ran eagerly" if stage.mode == "eager" else None, "timed by Kitsune itself" if stage.is_own else None]
-    return Cell(", ".join(part for part in told if part))
+    return Cell("ran eagerly" if stage.mode == "eager" else "")
 
 
 def _case_cells(case: Case, precision: str) -> tuple[Cell, ...]:

@@ -148,7 +148,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.precision),
             Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
             Cell(formats.change(entry.ratio), entry.ratio.ratio),
-            _verdict_cell(entry.verdict),
+            verdict_cell(entry.verdict),
             Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
             Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
         )
@@ -160,7 +160,7 @@ def change_table(comparison: Comparison) -> Table:
 def skip_table(comparison: Comparison) -> Table:
     """What was not measured, one row for each reason."""
     columns = (
-        Column("status", "failed: tried, and it broke; skipped: cannot run here"),
+        Column("status", "failed: tried, and it broke; skipped: cannot run here; left out: not part of the profile"),
         Column("variants", "which variants this concerns"),
         Column("cases", "in which cases"),
         Column("reason", "as the measurement gave it"),
@@ -248,6 +248,7 @@ def recipe_table(comparison: Comparison) -> Table:
         Column("layout", "of convolutional models on the device"),
         Column("optimizer", "which implementation of Adam"),
         Column("torch.compile", "the mode it is given"),
+        Column("streams", "the most that Kitsune is allowed, where that is not its default", numeric=True),
     )
     pairs = dict.fromkeys((row.variant, row.case.device) for row in comparison.rows)
     known = [(VARIANTS[variant], device) for variant, device in pairs if variant in VARIANTS]
@@ -258,6 +259,7 @@ def recipe_table(comparison: Comparison) -> Table:
             Cell("channels last" if variant.uses_channels_last(device) else "default", detail=f"on {device}"),
             Cell("fused" if variant.fused else "default"),
             Cell(variant.compile_mode or formats.ABSENT),
+            Cell(formats.ABSENT if variant.num_streams is None else str(variant.num_streams), variant.num_streams),
         )
         for variant, device in known
     ]
@@ -270,6 +272,11 @@ def facts_table(comparison: Comparison) -> Table:
     return Table(columns, tuple((Cell(name), Cell(_fact(value))) for name, value in comparison.facts.items()))
 
 
+def verdict_cell(judged: Verdict | None) -> Cell:
+    """A verdict in words and colour; empty where nothing was judged."""
+    return Cell("") if judged is None else Cell(judged.value, tone=_VERDICT_TONES[judged])
+
+
 def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
     tone = Tone.STRONG if row.is_kitsune else Tone.PLAIN
     mark = BEST_PEER_MARK if is_best_peer else ""
@@ -280,10 +287,10 @@ def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
         Cell(row.variant + mark, tone=tone, words=label(row.variant) + mark, detail=_mode(row)),
         Cell(formats.seconds(row.seconds), row.seconds),
         _speedup_cell(row.ratio, row.verdict),
-        _verdict_cell(row.verdict),
+        verdict_cell(row.verdict),
         Cell(_mode(row) or ""),
         _speedup_cell(row.peer_ratio, row.peer_verdict, row.best_peer),
-        _verdict_cell(row.peer_verdict),
+        verdict_cell(row.peer_verdict),
         Cell(formats.size(memory), memory, detail=_memory_detail(row)),
         Cell(formats.seconds(row.setup_s), row.setup_s),
         Cell(formats.steps(row.break_even_steps), row.break_even_steps),
@@ -314,10 +321,6 @@ def _speedup_cell(estimate: Estimate | None, judged: Verdict | None = None, othe
     if judged in (Verdict.SAME, Verdict.INCONCLUSIVE) and other:
         told[1] = f"as {label(other)}" if judged is Verdict.SAME else f"against {label(other)}"
     return Cell(formats.ratio_with_interval(speedup), speedup.ratio, tone, detail=" ".join(filter(None, told)) or None)
-
-
-def _verdict_cell(judged: Verdict | None) -> Cell:
-    return Cell("") if judged is None else Cell(judged.value, tone=_VERDICT_TONES[judged])
 
 
 def _memory_detail(row: Row) -> str | None:

@@ -16,6 +16,7 @@ from kitsune.errors import ConfigError
 
 Mode = Literal["auto", "replay", "eager"]
 
+_DEFAULT_STREAMS = 4
 _AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -42,8 +43,8 @@ class Config:
         max_graphs: how many captured graphs (one for each signature of the inputs) are kept; the
             least recently used one is released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
-            measured fastest stays, one stream included. None: one stream. Validated and reported, but not
-            yet in effect: plans on several streams have not been verified on a GPU.
+            measured fastest stays, one stream included. None: 4 where `mode="auto"` may measure them (without
+            `compile` and `max_memory`), else 1. `KitsuneOptimizer` in a loop uses one stream.
         enable_fusion: fuse operators of the captured graph. Not yet in effect.
     """
 
@@ -92,7 +93,8 @@ class Config:
     def max_streams(self) -> int:
         """The most streams that a captured step may use."""
         measures = self.mode == "auto" and not self.compile and self.max_memory is None
-        return self.num_streams if measures and self.num_streams is not None else 1
+        wanted = _DEFAULT_STREAMS if self.num_streams is None else self.num_streams
+        return wanted if measures else 1
 
 
 def option_names() -> set[str]:

@@ -62,3 +62,8 @@ class RefusedError(KitsuneError):
         super().__init__(str(refusal))
         self.refusal = refusal
         self.passing = passing
+
+
+def first_line(error: BaseException) -> str:
+    """What `error` says, in a line; what it is where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

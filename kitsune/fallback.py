@@ -90,6 +90,12 @@ class Chooser:
         self.refusal = refusal
         self.settled = True
 
+    def time_replay_again(self) -> None:
+        """Times the next replays against what eager took: they have become faster since."""
+        self._best.pop("replay", None)
+        self._seen["replay"] = 0
+        self._spent, self.settled = _PATIENCE_SECONDS, False
+
     def describe(self) -> tuple[str, str]:
         """The mode and its reason, as a `Status` gives them."""
         if self.refusal is not None:

@@ -11,6 +11,7 @@ import torch
 from kitsune.capture.step_program import StepSpec
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16
+from kitsune.errors import KitsuneError, RefusedError
 from kitsune.fallback import RefusalLog
 from kitsune.loop.step_loop import StepLoop
 from kitsune.optimizer import KitsuneOptimizer
@@ -114,9 +115,22 @@ class TrainStep:
         """What the latest step did and why, with figures over all steps so far."""
         return self._loop.status()
 
-    def plan(self) -> Plan | None:
-        """How steps like the latest one are replayed: tasks, streams, memory, times; None where it ran eagerly."""
-        return self._loop.plan()
+    def plan(self, *args: Any, **kwargs: Any) -> Plan | None:
+        """How steps are replayed: tasks, streams, memory, predicted times. None where they run eagerly.
+
+        Without arguments, the plan of steps like the latest one. Given the arguments of a step, that of such a
+        step, with `measured_spans`: its tasks are timed in some replays on copies, which take memory for a while
+        and change nothing of the training.
+
+        Raises:
+            KitsuneError: a step with these arguments cannot be replayed at present, or there is too little memory.
+        """
+        if not args and not kwargs:
+            return self._loop.plan()
+        try:
+            return self._loop.measured_plan(args, kwargs)
+        except RefusedError as error:
+            raise KitsuneError(f"the tasks of the step cannot be timed: {error.refusal}") from error
 
     def release(self) -> None:
         """Gives all captured graphs and their memory back. Later steps start anew."""

@@ -12,7 +12,7 @@ from harness.report import style
 from harness.report.style import Spec
 from harness.rows import Comparison, LossCurve, Row, Series
 from harness.selection import Case
-from harness.stats import Estimate, margin_band
+from harness.stats import Estimate
 
 _SHARE_FOR_TEXT = 0.44
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
@@ -72,13 +72,11 @@ def setups(comparison: Comparison) -> list[Figure]:
 
 
 def history(comparison: Comparison) -> list[Figure]:
-    """Lines for each case over the measured commits: Kitsune's speed-up over eager, with a band for its interval."""
-    if len(comparison.commits) < 2:
-        return []
+    """Lines for each case measured at several commits: Kitsune's speed-up over eager, with a band for its interval."""
     commits = [commit.short for commit in comparison.commits]
     axis: Spec = {"type": "category", "categoryorder": "array", "categoryarray": commits, "fixedrange": True}
     figures = []
-    for index, case in enumerate(_cases(comparison.history)):
+    for index, case in enumerate(_cases(series for series in comparison.history if len(series.points) > 1)):
         members = [series for series in comparison.history if series.case == case]
         speedups = [point.ratio.inverted() for series in members for point in series.points]
         layout = style.layout(
@@ -113,17 +111,16 @@ def _cases(members: Iterable[Series | LossCurve]) -> tuple[Case, ...]:
 
 
 def _forest(name: str, case: Case, rows: Sequence[Row], margin: float) -> Figure:
-    least, most = margin_band(margin)
-    band = {
-        "type": "rect", "xref": "x", "yref": "paper", "x0": least, "x1": most, "y0": 0, "y1": 1,
-        "fillcolor": style.BAND, "line": {"width": 0}, "layer": "below",
-    }  # fmt: skip
     marks = [(row, row.ratio.inverted()) for row in rows if row.ratio is not None]
     variants = [row.variant for row in rows]
     layout = style.layout(
         xaxis=style.speedup_axis([speedup for _, speedup in marks]),
         yaxis=style.variant_axis(variants),
-        shapes=[band, style.line_at_one("x"), *style.lines_between_precisions(variants)],
+        shapes=[
+            style.band_around_one("x", margin),
+            style.line_at_one("x"),
+            *style.lines_between_precisions(variants),
+        ],
     )
     traces = [_mark(row, speedup) for row, speedup in marks]
     narrow = style.names_above_rows([style.variant_name(variant) for variant in variants])
@@ -143,16 +140,8 @@ def _mark(row: Row, speedup: Estimate) -> Spec:
     return {
         "type": "scatter", "mode": "markers", "x": [speedup.ratio], "y": [style.variant_name(row.variant)],
         "marker": {"color": style.colour(row.variant), "size": 13 if row.is_kitsune else 9, "symbol": symbol},
-        "error_x": _whiskers(speedup, style.colour(row.variant)), "hoverinfo": "text", "hovertext": "<br>".join(lines),
-    }  # fmt: skip
-
-
-def _whiskers(estimate: Estimate, colour: str) -> Spec:
-    if not estimate.has_interval:
-        return {"visible": False}
-    return {
-        "type": "data", "symmetric": False, "array": [estimate.high - estimate.ratio],
-        "arrayminus": [estimate.ratio - estimate.low], "color": colour, "thickness": 2, "width": 4,
+        "error_x": style.whiskers([speedup], style.colour(row.variant)),
+        "hoverinfo": "text", "hovertext": "<br>".join(lines),
     }  # fmt: skip
 
 

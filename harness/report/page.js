@@ -29,7 +29,7 @@ narrow.addEventListener("change", () => figures.forEach(draw));
 
 function keyOf(row, column) {
   const cell = row.cells[column];
-  return "key" in cell.dataset ? Number(cell.dataset.key) : cell.textContent.trim();
+  return "key" in cell.dataset ? Number(cell.dataset.key) : cell.querySelector("span").textContent.trim();
 }
 
 function isMissing(key) {

@@ -48,6 +48,7 @@ def html_page(comparison: Comparison) -> str:
         "memory": figures.memory(comparison),
         "setup": figures.setups(comparison),
         "contribution": step_figures.contributions(comparison),
+        "batches": step_figures.stream_gains(comparison),
         "streams": step_figures.timelines(comparison),
         "history": figures.history(comparison),
         "loss": figures.losses(comparison),
@@ -105,10 +106,20 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "Contributions",
             "What each optimization contributes",
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
-            " (drop-in), with the optimizer in the same replay (TrainStep), and with its tasks on several streams."
+            " (drop-in), with the optimizer in the same replay (TrainStep on one stream), and with the streams that"
+            " TrainStep chooses by measurement."
             " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
             " that it may differ from the ratio of the bars.",
             _explained_charts(charts["contribution"], step_tables.contribution_table(comparison)),
+        ),
+        _Section(
+            "Batch sizes",
+            "Streams over batch sizes",
+            "TrainStep with the streams that it chooses by measurement against the same step in order on one stream,"
+            " which is the line at 1×; the margin is shaded, bars are 95% intervals. Solid lines are fp32, dashed ones"
+            " amp; hollow marks rest on a single round. Each process chooses anew: streams and schedule are those of"
+            " the process in which set-up and memory were measured.",
+            _stream_gains(comparison, charts["batches"]),
         ),
         _Section(
             "Streams",
@@ -194,6 +205,15 @@ def _explained_charts(drawn: Sequence[Figure], numbers: Table) -> str:
     if not drawn:
         return ""
     return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{_table(numbers)}</details>"
+
+
+def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    if not drawn:
+        return (
+            '<p class="notice">TrainStep was not timed both on one stream and with streams of its choice, so there is'
+            " nothing to compare.</p>"
+        )
+    return f"{_charts(drawn)}{_table(step_tables.stream_table(comparison))}"
 
 
 def _streams(comparison: Comparison, drawn: Sequence[Figure]) -> str:

@@ -1,4 +1,6 @@
-"""The charts of what happens within a step: what each optimization contributes, and what runs when on which stream."""
+"""The charts of what happens within a step: what each optimization and several streams contribute, and what runs when
+on which stream.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,13 @@ from collections.abc import Sequence
 
 from harness import formats
 from harness.breakdown import Breakdown, Stage, StageTime
-from harness.names import label, precision_of
+from harness.names import label, order, precision_of
 from harness.operators import Kind
 from harness.report import style
 from harness.report.figures import Figure
 from harness.report.style import Spec
 from harness.rows import Comparison
+from harness.stream_gains import StreamGain
 from harness.timelines import Bar, Timeline
 
 _SHARE_FOR_TEXT = 0.5
@@ -27,6 +30,9 @@ _COLOURS = {
 }
 _PALE = 0.5
 
+_PRECISION_MARKS = {"fp32": ("#0055a4", "circle"), "amp": ("#d9540b", "diamond")}
+"""Colour and symbol of a precision, where one variant is shown in several."""
+
 
 def contributions(comparison: Comparison) -> list[Figure]:
     """Bars for each case and measured precision: the time of a step with one optimization after the other added."""
@@ -37,6 +43,17 @@ def contributions(comparison: Comparison) -> list[Figure]:
         if members:
             figures.append(_contributions(f"contribution-{index}", style.case_name(case), members))
     return figures
+
+
+def stream_gains(comparison: Comparison) -> list[Figure]:
+    """Lines for each model over its batch sizes: the speed-up of the chosen plan over one stream, with its interval."""
+    models: dict[tuple[str, str], list[StreamGain]] = {}
+    for gain in comparison.stream_gains:
+        models.setdefault((gain.case.model, gain.case.device), []).append(gain)
+    return [
+        _stream_gains(f"batches-{index}", ", ".join(model), gains, comparison.margin)
+        for index, (model, gains) in enumerate(models.items())
+    ]
 
 
 def timelines(comparison: Comparison) -> list[Figure]:
@@ -83,11 +100,53 @@ def _explained(stage: StageTime) -> str:
     lines = [f"<b>{style.variant_name(stage.variant)}</b>"]
     if stage.missing is not None:
         return "<br>".join([*lines, style.shown(formats.one_line(stage.missing))])
-    lines.append(f"{formats.seconds(stage.seconds)} per step{', timed by Kitsune itself' if stage.is_own else ''}")
+    lines.append(f"{formats.seconds(stage.seconds)} per step")
     if stage.speedup is not None:
         lines.append(f"{formats.ratio_with_interval(stage.speedup)} × as fast as eager")
     if stage.gain is not None:
         lines.append(f"{formats.ratio_with_interval(stage.gain)} × as fast as the stage before")
+    return "<br>".join(lines)
+
+
+def _stream_gains(name: str, title: str, gains: Sequence[StreamGain], margin: float) -> Figure:
+    batches = [str(batch) for batch in sorted({gain.case.batch for gain in gains})]
+    variants = sorted({gain.variant for gain in gains}, key=order)
+    sizes: Spec = {
+        "type": "category", "categoryorder": "array", "categoryarray": batches, "fixedrange": True, "automargin": True,
+        "title": {"text": "batch size", "standoff": 4},
+    }  # fmt: skip
+    layout = style.layout(
+        xaxis=sizes,
+        yaxis=style.speedup_axis([gain.gain for gain in gains]),
+        shapes=[style.band_around_one("y", margin), style.line_at_one("y")],
+        legend=True,
+    )
+    traces = [_gain_line(variant, [gain for gain in gains if gain.variant == variant]) for variant in variants]
+    layout |= style.legend(variants, columns=len(variants)) | {"scattermode": "group", "scattergap": 0.8}
+    return Figure(name, title, traces, layout)
+
+
+def _gain_line(variant: str, gains: Sequence[StreamGain]) -> Spec:
+    estimates = [gain.gain for gain in gains]
+    colour, symbol = _PRECISION_MARKS[precision_of(variant)]
+    symbols = [symbol + ("" if estimate.has_interval else "-open") for estimate in estimates]
+    return {
+        "type": "scatter", "mode": "lines+markers", "name": style.shown(precision_of(variant)), "showlegend": True,
+        "x": [str(gain.case.batch) for gain in gains], "y": [estimate.ratio for estimate in estimates],
+        "line": {"color": colour, "width": 2, "dash": style.dash(variant)},
+        "marker": {"size": 10, "symbol": symbols}, "error_y": style.whiskers(estimates, colour),
+        "hoverinfo": "text", "hovertext": [_gained(gain) for gain in gains],
+    }  # fmt: skip
+
+
+def _gained(gain: StreamGain) -> str:
+    lines = [
+        f"<b>{style.shown(gain.precision)}, batch {gain.case.batch}</b>",
+        f"{formats.ratio_with_interval(gain.gain)} × as fast as on one stream: {gain.verdict.value}",
+        f"{formats.seconds(gain.one_stream_seconds)} on one stream, {formats.seconds(gain.chosen_seconds)} as chosen",
+    ]
+    if gain.num_streams is not None and gain.strategy is not None:
+        lines.append(f"{formats.counted(gain.num_streams, 'stream')}, {style.shown(formats.one_line(gain.strategy))}")
     return "<br>".join(lines)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from harness.names import label, precision_of
 from harness.selection import Case
-from harness.stats import Estimate
+from harness.stats import Estimate, margin_band
 
 Spec = dict[str, object]
 
@@ -25,7 +25,7 @@ _MARKS = {
     "handcaptured_compile": ("#0055a4", "hexagon"),
     "kitsune_dropin": ("#aa3377", "star-diamond"),
     "kitsune_trainstep": ("#d9540b", "star"),
-    "kitsune_trainstep_streams": ("#8a2f00", "star-triangle-up"),
+    "kitsune_trainstep_one_stream": ("#8a2f00", "star-triangle-up"),
 }
 """Colour and symbol of a variant in any precision. Colours differ in lightness too, for readers who see few of them."""
 
@@ -188,6 +188,27 @@ def line_at_one(axis: str) -> Spec:
     return {
         "type": "line", f"{axis}ref": axis, f"{other}ref": "paper", f"{axis}0": 1, f"{axis}1": 1, f"{other}0": 0,
         f"{other}1": 1, "line": {"color": INK, "width": 1}, "layer": "below",
+    }  # fmt: skip
+
+
+def band_around_one(axis: str, margin: float) -> Spec:
+    """The speed-ups that count as the same, across the other axis."""
+    other = "y" if axis == "x" else "x"
+    least, most = margin_band(margin)
+    return {
+        "type": "rect", f"{axis}ref": axis, f"{other}ref": "paper", f"{axis}0": least, f"{axis}1": most,
+        f"{other}0": 0, f"{other}1": 1, "fillcolor": BAND, "line": {"width": 0}, "layer": "below",
+    }  # fmt: skip
+
+
+def whiskers(estimates: Sequence[Estimate], colour: str) -> Spec:
+    """Error bars of 95% intervals, none for an estimate without one."""
+    ends = [(e.low, e.high) if e.has_interval else (e.ratio, e.ratio) for e in estimates]
+    return {
+        "visible": any(e.has_interval for e in estimates), "type": "data", "symmetric": False, "color": colour,
+        "thickness": 2, "width": 4,
+        "array": [high - e.ratio for e, (_, high) in zip(estimates, ends, strict=True)],
+        "arrayminus": [e.ratio - low for e, (low, _) in zip(estimates, ends, strict=True)],
     }  # fmt: skip
 
 

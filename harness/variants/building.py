@@ -15,6 +15,7 @@ def start(variant: Variant, ingredients: Ingredients) -> Training:
     if variant.is_kitsune:
         from harness.variants import kitsune  # older commits have none
 
-        dropin = variant.family == "kitsune_dropin"
-        return kitsune.DropInTraining(ingredients) if dropin else kitsune.TrainStepTraining(ingredients)
+        if variant.family == "kitsune_dropin":
+            return kitsune.DropInTraining(ingredients)
+        return kitsune.TrainStepTraining(ingredients, variant.num_streams)
     return eager.start(variant, ingredients)

@@ -27,6 +27,7 @@ class Variant:
             that float32 variants there run the same kernels as eager PyTorch.
         fused: ``Adam(fused=True)``; without it torch chooses.
         compile_mode: the mode given to ``torch.compile``; None does not compile.
+        num_streams: the most CUDA streams that ``TrainStep`` may use; None leaves it at its default.
         cuda_only: why the variant exists on CUDA only; None where it exists everywhere.
     """
 
@@ -37,6 +38,7 @@ class Variant:
     channels_last: bool = False
     fused: bool = False
     compile_mode: str | None = None
+    num_streams: int | None = None
     cuda_only: str | None = None
 
     @property
@@ -51,6 +53,7 @@ class Variant:
 
 _GRAPHS = "CUDA graphs exist on CUDA devices only"
 _TF32 = "TF32 exists on CUDA devices only"
+_STREAMS = "without CUDA there are no streams to choose from"
 
 VARIANTS: Mapping[str, Variant] = {
     variant.name: variant
@@ -92,6 +95,14 @@ VARIANTS: Mapping[str, Variant] = {
             "kitsune_trainstep_fp32", "Kitsune TrainStep, float32", "kitsune_trainstep", "fp32", channels_last=True
         ),
         Variant("kitsune_trainstep_amp", "Kitsune TrainStep, autocast", "kitsune_trainstep", "amp", channels_last=True),
+        Variant(
+            "kitsune_trainstep_one_stream_fp32", "Kitsune TrainStep on one stream, float32", "kitsune_trainstep",
+            "fp32", channels_last=True, num_streams=1, cuda_only=_STREAMS,
+        ),
+        Variant(
+            "kitsune_trainstep_one_stream_amp", "Kitsune TrainStep on one stream, autocast", "kitsune_trainstep",
+            "amp", channels_last=True, num_streams=1, cuda_only=_STREAMS,
+        ),
     )
 }  # fmt: skip
 """All variants by name, in the order in which tables show them: peers first."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +34,17 @@ class DropInTraining(LoopTraining):
 
 
 class TrainStepTraining(Training):
-    """The explicit form: the whole step in one call."""
+    """The explicit form: the whole step in one call, on at most so many streams; None leaves that to Kitsune."""
 
-    def __init__(self, ingredients: Ingredients) -> None:
+    def __init__(self, ingredients: Ingredients, num_streams: int | None) -> None:
         super().__init__(ingredients)
+        streams: dict[str, Any] = {} if num_streams is None else {"num_streams": num_streams}
         self._step = kitsune.TrainStep(
-            ingredients.model, ingredients.loss_fn, ingredients.adam(), enable_amp=ingredients.precision == "amp"
+            ingredients.model,
+            ingredients.loss_fn,
+            ingredients.adam(),
+            enable_amp=ingredients.precision == "amp",
+            **streams,
         )
 
     @property
@@ -50,4 +58,14 @@ class TrainStepTraining(Training):
         return loss.detach()
 
     def status(self) -> Mapping[str, object]:
-        return self._step.status().as_dict()
+        """Kitsune's status, its plan with measured times of the tasks where the Kitsune under test can measure them."""
+        status = self._step.status().as_dict()
+        plan = getattr(self._step, "plan", None)
+        if plan is None or not inspect.signature(plan).parameters:
+            return status
+        ((x, y),) = self._take(1)
+        try:
+            measured = plan(x, y)
+        except kitsune.KitsuneError:
+            return status
+        return status if measured is None else {**status, "plan": json.loads(measured.to_json())}

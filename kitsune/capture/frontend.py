@@ -20,7 +20,7 @@ from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo.variables.misc import RandomVariable
 
-from kitsune.errors import KitsuneError, Refusal, RefusedError
+from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
@@ -146,5 +146,4 @@ def _refusal(error: exc.TorchDynamoException) -> Refusal:
     if stack:
         frame = stack[-1]
         culprit = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return Refusal(f"the call is not one graph: {reason}", culprit)
+    return Refusal(f"the call is not one graph: {first_line(error)}", culprit)

@@ -37,7 +37,7 @@ class InOrder:
             self._run = partial(_run_on_lanes, module, lanes)
         if compile:
             self.name = "inductor"
-            self._run = torch.compile(module, fullgraph=True, dynamic=False)
+            self._run = partial(_run_compiled, torch.compile(module, fullgraph=True, dynamic=False))
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         device = inputs[0].device.type
@@ -54,6 +54,11 @@ class InOrder:
     def release(self) -> None:
         """Drops the graph."""
         del self._run
+
+
+def _run_compiled(run: Callable[..., Outputs], *inputs: torch.Tensor) -> Outputs:
+    """Dynamo would compile again for a parameter where it has seen a copy of one, even in the midst of a recording."""
+    return run(*(tensor.detach() for tensor in inputs))
 
 
 def _run_on_lanes(module: fx.GraphModule, make: Callable[[], Lanes], *inputs: torch.Tensor) -> Outputs:

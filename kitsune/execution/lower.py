@@ -19,7 +19,8 @@ class Lowered:
     """A graph that runs as planned.
 
     Attributes:
-        module: takes the original graph's inputs; with several streams, before them `kitsune.execution.lanes.Lanes`.
+        module: takes the original graph's inputs; with several streams, before them `kitsune.execution.lanes.Lanes`,
+            and where it was lowered with `timed`, on any number of streams, `TimedLanes`.
         num_streams: how many streams it uses.
     """
 
@@ -28,22 +29,31 @@ class Lowered:
 
 
 def lower(
-    module: fx.GraphModule, graph: TaskGraph, schedule: Schedule, places: Mapping[str, Place] | None = None
+    module: fx.GraphModule,
+    graph: TaskGraph,
+    schedule: Schedule,
+    places: Mapping[str, Place] | None = None,
+    *,
+    timed: bool = False,
 ) -> Lowered:
     """`module`, whose tasks are `graph`, with its operators in the order and on the streams of `schedule`.
 
     Nodes that are in no task, views of inputs, come first. The results of the nodes that `places` names
     are written there. Every value is held until the stream that it was made on has waited for all of its
     readers: from then on the allocator may use its memory again for that stream.
+
+    With `timed`, the lanes are told of the start and the end of every task: all that it waits for has ended
+    before its start, and nothing that waits for it starts before its end.
     """
-    return _Lowering(module, graph, schedule, places or {}).run()
+    return _Lowering(module, graph, schedule, places or {}, timed).run()
 
 
 class _Lowering:
     def __init__(
-        self, module: fx.GraphModule, graph: TaskGraph, schedule: Schedule, places: Mapping[str, Place]
+        self, module: fx.GraphModule, graph: TaskGraph, schedule: Schedule, places: Mapping[str, Place], timed: bool
     ) -> None:
         self._module, self._graph, self._schedule, self._places = module, graph, schedule, places
+        self._timed = timed
         self._attributes: dict[str, object] = {}
         self._nodes = {node.name: node for node in module.graph.nodes}
         self._new = fx.Graph()
@@ -57,7 +67,7 @@ class _Lowering:
 
     def run(self) -> Lowered:
         schedule = self._schedule
-        if schedule.num_streams > 1:
+        if schedule.num_streams > 1 or self._timed:
             self._lanes = self._new.placeholder("kitsune_lanes")
         in_tasks = {name for task in self._graph.tasks for name in task.nodes}
         for node in self._module.graph.nodes:
@@ -71,12 +81,19 @@ class _Lowering:
             for earlier in awaited.get(index, ()):
                 self._tell("wait", earlier)
             self._hold(held.get(index, ()))
-            for name in self._graph.tasks[index].nodes:
-                self._copy(self._nodes[name])
+            self._issue(index)
             if index in recorded:
                 self._tell("record", index)
         self._end(held.get(None, ()))
         return Lowered(fx.GraphModule(self._attributes, self._new), schedule.num_streams)
+
+    def _issue(self, task: int) -> None:
+        if self._timed:
+            self._tell("start", task)
+        for name in self._graph.tasks[task].nodes:
+            self._copy(self._nodes[name])
+        if self._timed:
+            self._tell("end", task)
 
     def _copy(self, node: fx.Node) -> None:
         if node.op == "get_attr":

@@ -37,6 +37,10 @@ class StepCache(Generic[S]):
             self._steps.move_to_end(key)
         return step
 
+    def find(self, key: Hashable) -> S | None:
+        """The step of a signature if there is one; it becomes no more recently used."""
+        return self._steps.get(key)
+
     def settle(self, step: S) -> None:
         """To be called after each use of `step`: releases graphs that are not wanted any more."""
         if step.executor is None:

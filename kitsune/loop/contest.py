@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -17,10 +19,13 @@ from kitsune.timing.stopwatch import Stopwatch
 _UNTIMED = 2
 _SAMPLES = 7
 
+# The fastest of all meets the first entrant again, in turns, so that a device that changes its pace favours neither.
+_RUNOFF_TURNS = 4
+
 # What is no faster than this against the first entrant, which is the simplest, is noise.
 _MARGIN = 0.99
 
-_PROBE_EVERY = 1000
+_PROBE_EVERY = 5000
 _DRIFT = 1.2
 
 
@@ -41,36 +46,45 @@ Maker = Callable[[Sequence[torch.Tensor]], E]
 class Contest(Generic[E]):
     """Replays a step by the fastest of several entrants.
 
-    Once opened, each in turn replays some of the user's own steps and is timed; from then on the
-    fastest replays all, and the others are released. It is timed again now and then: when it has
-    become much slower than it was, the trials are repeated.
+    Once opened, each in turn replays some of the user's own steps and is timed; the fastest replays all
+    later ones. It is made anew for that, alone, so that no memory of the trials is kept. It is timed
+    again now and then: when it has become much slower than it was, the trials are repeated.
 
     Args:
-        first: an entrant that is ready; it stays where no other is clearly faster.
+        first: makes the first entrant, at once; it stays where no other is clearly faster.
+        inputs: of the present step.
         stopwatch: times the replays.
         refused: told why an entrant could not be made.
+        clear: frees what released entrants have left.
+
+    Raises:
+        RefusedError: by the constructor and by calls, if not even the first entrant can be made.
     """
 
     def __init__(
         self,
-        first: E,
+        first: Maker[E],
+        inputs: Sequence[torch.Tensor],
         stopwatch: Stopwatch,
         refused: Callable[[RefusedError], None],
+        clear: Callable[[], None],
     ) -> None:
-        self._stopwatch, self._refused = stopwatch, refused
-        self._others: tuple[Maker[E], ...] = ()
-        self._entrants: list[E | None] = [first]
+        self._stopwatch, self._refused, self._clear = stopwatch, refused, clear
+        self._makers: tuple[Maker[E], ...] = (first,)
+        self._entrants: dict[int, E] = {0: first(inputs)}
         self._times_us: list[float | None] = [None]
         self._present = 0
+        self._turns: deque[int] = deque()
+        self._samples: dict[int, list[float]] = {}
+        self._is_runoff = False
         self._replays = 0
+        self._making_seconds = 0.0
         self.trying = False
 
     @property
     def winner(self) -> E:
         """What replays at present."""
-        entrant = self._entrants[self._present]
-        assert entrant is not None
-        return entrant
+        return self._entrants[self._present]
 
     @property
     def place(self) -> int:
@@ -83,29 +97,29 @@ class Contest(Generic[E]):
         return tuple(self._times_us)
 
     def open(self, others: Sequence[Maker[E]]) -> None:
-        """Begins the trials; until then the first entrant replays.
+        """Begins the trials with the next call; until then the first entrant replays.
 
         Args:
             others: each makes an entrant, given the inputs of a step.
         """
-        self._others = tuple(others)
-        self._entrants = [self._entrants[0], *(None for _ in others)]
-        self._begin()
+        self._makers = (self._makers[0], *others)
+        self._times_us = [None] * len(self._makers)
+        if others:
+            self._begin()
 
-    def _begin(self) -> None:
-        self.trying = bool(self._others)
-        self._replays = 0
-        self._times_us = [None] * len(self._entrants)
-        self._stopwatch.read()
+    def take_making_seconds(self) -> float:
+        """Wall time that calls have spent on making entrants since this was last asked."""
+        seconds, self._making_seconds = self._making_seconds, 0.0
+        return seconds
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         """Replays a step. The outputs are the winner's: valid until the next call."""
         if self.trying and self._replays == _UNTIMED + _SAMPLES:
-            self._advance(inputs)
+            self._end_turn(inputs)
         elif not self.trying and self._replays == _PROBE_EVERY:
-            self._examine()
+            self._examine(inputs)
         self._replays += 1
-        if not self._others or not _UNTIMED < self._replays <= _UNTIMED + _SAMPLES:
+        if len(self._makers) == 1 or not _UNTIMED < self._replays <= _UNTIMED + _SAMPLES:
             return self.winner(inputs)
         self._stopwatch.start()
         outputs = self.winner(inputs)
@@ -114,41 +128,81 @@ class Contest(Generic[E]):
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
-        for entrant in self._entrants:
-            if entrant is not None:
-                entrant.release()
+        self._keep()
 
-    def _advance(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Ends the trial of the present entrant, and begins that of the next, or settles."""
-        self._times_us[self._present] = statistics.median(self._stopwatch.read())
+    def _begin(self) -> None:
+        """Each entrant gets a turn, the one that is present first."""
+        self.trying, self._is_runoff = True, False
+        self._samples = {}
+        self._turns = deque(range(1, len(self._makers)))
+        self._replays = 0
+        self._stopwatch.read()
+
+    def _end_turn(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._samples.setdefault(self._present, []).extend(self._stopwatch.read())
         self._replays = 0
         best = self._best()
-        self._keep(best)
-        for place in range(self._present + 1, len(self._entrants)):
+        if not self._is_runoff:
+            self._keep(0, best)
+        while self._turns:
+            place = self._turns.popleft()
             try:
-                self._entrants[place] = self._others[place - 1](inputs)
+                self._make(place, inputs)
             except RefusedError as error:
                 self._refused(error)
                 continue
             self._present = place
             return
+        if best and not self._is_runoff:
+            self._is_runoff = True
+            self._times_us = self._medians()
+            self._samples = {}
+            self._turns = deque([best, 0] * _RUNOFF_TURNS)
+            self._present = self._turns.popleft()
+            return
+        self._settle(best, inputs)
+
+    def _settle(self, best: int, inputs: Sequence[torch.Tensor]) -> None:
         self.trying = False
+        latest = zip(self._medians(), self._times_us, strict=True)
+        self._times_us = [earlier if median is None else median for median, earlier in latest]
+        self._keep()
+        self._clear()
+        try:
+            self._make(best, inputs)
+        except RefusedError as error:
+            if best == 0:
+                raise
+            self._refused(error)
+            best = 0
+            self._make(best, inputs)
         self._present = best
+
+    def _make(self, place: int, inputs: Sequence[torch.Tensor]) -> None:
+        if place in self._entrants:
+            return
+        started = time.perf_counter()
+        self._entrants[place] = self._makers[place](inputs)
+        self._making_seconds += time.perf_counter() - started
+
+    def _medians(self) -> list[float | None]:
+        return [
+            statistics.median(self._samples[place]) if place in self._samples else None
+            for place in range(len(self._makers))
+        ]
 
     def _best(self) -> int:
         """The place of the fastest so far."""
-        times = [math.inf if time is None else time for time in self._times_us]
+        times = [math.inf if time_us is None else time_us for time_us in self._medians()]
         times[0] *= _MARGIN
         return times.index(min(times))
 
-    def _keep(self, best: int) -> None:
-        """Releases all entrants but the best and the first."""
-        for place, entrant in enumerate(self._entrants):
-            if entrant is not None and 0 != place != best:
-                entrant.release()
-                self._entrants[place] = None
+    def _keep(self, *places: int) -> None:
+        """Releases all entrants but those in `places`."""
+        for place in [place for place in self._entrants if place not in places]:
+            self._entrants.pop(place).release()
 
-    def _examine(self) -> None:
+    def _examine(self, inputs: Sequence[torch.Tensor]) -> None:
         """Tries all again if the winner has become slower than it was."""
         self._replays = 0
         spans = self._stopwatch.read()
@@ -156,5 +210,7 @@ class Contest(Generic[E]):
         if expected is None or not spans or statistics.median(spans) <= _DRIFT * expected:
             return
         self._keep(0)
+        self._make(0, inputs)
         self._present = 0
+        self._times_us = [None] * len(self._makers)
         self._begin()

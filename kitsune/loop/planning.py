@@ -41,17 +41,23 @@ class Planned:
     plan: Plan
     writers: Mapping[str, Writer]
 
-    def lowered(self, arena: Block) -> Lowered:
-        """The graph as it runs by the plan, with as many bytes of `arena` as the plan says."""
+    def lowered(self, arena: Block, *, timed: bool = False) -> Lowered:
+        """The graph as it runs by the plan, with as many bytes of `arena` as the plan says; for `timed` see `lower`."""
         plan = self.plan
         placed = places(self.module.graph, plan.graph, self.writers, plan.memory, arena)
-        return lower(self.module, plan.graph, plan.schedule, placed)
+        return lower(self.module, plan.graph, plan.schedule, placed, timed=timed)
 
 
-def in_order(module: fx.GraphModule, device: torch.device) -> Planned:
-    """`module` as it is, with the costs that are known without measuring; the allocator places all values."""
+def in_order(module: fx.GraphModule, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Planned:
+    """`module` as it is; the allocator places all values.
+
+    Given `inputs`, measures what operators cost on their device; else the costs are those known without measuring.
+    """
     graph = task_graph(module.graph)
-    costs = analytic_costs(module.graph, graph, device_limits(device))
+    if inputs is None:
+        costs = analytic_costs(module.graph, graph, device_limits(device))
+    else:
+        costs = measured_costs(module, graph, inputs)
     schedule = DataflowScheduler(num_streams=1).schedule(graph, costs)
     return Planned(module, _plan(graph, schedule, costs, {}), {})
 

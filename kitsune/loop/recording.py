@@ -10,7 +10,7 @@ from torch import fx
 
 from kitsune.config import Config
 from kitsune.device import refuse_inductor
-from kitsune.errors import Refusal, RefusedError
+from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
@@ -79,8 +79,8 @@ class Recording:
             return
         except torch.OutOfMemoryError:
             refusal = Refusal("there is too little device memory to capture the step")
-        except RuntimeError as error:  # CUDA forbids some operators to be recorded, and says so in many ways
-            refusal = Refusal(f"recording the step failed: {str(error).splitlines()[0]}")
+        except Exception as error:  # noqa: BLE001 - some operators cannot be recorded, and say so in many ways
+            refusal = Refusal(f"recording the step failed: {first_line(error)}")
         # Out of the handlers: an exception that is being handled would keep alive all that was allocated.
         gc.collect()
         torch.cuda.empty_cache()

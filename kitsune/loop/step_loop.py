@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,10 @@ class StepLoop:
         self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, log)
         self._latest: WholeStep | None = None
         self._fallbacks = 0
+        refusal = refuse_streams(device)
+        self._uses_streams = refusal is None
+        if refusal is not None and config.num_streams is not None and config.max_streams() > 1:
+            log.do_without(refusal)
         self._refusal = refuse_module(spec.module)
         if self._refusal is not None:
             log.add(self._refusal)
@@ -46,8 +51,7 @@ class StepLoop:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """One step; returns its detached loss."""
         phase = self._accumulators.phase()
-        key = (phase, call_signature(args, kwargs, self._spec.module, self._device))
-        step = self._latest = self._steps.get(key, partial(self._make, phase))
+        step = self._latest = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
         choice = step.chooser.next()
         step.chooser.start()
         done, loss = step.replay(args, kwargs) if choice == "replay" else (False, None)
@@ -64,12 +68,18 @@ class StepLoop:
     def release(self) -> None:
         """Gives all graphs and their memory back."""
         self._steps.clear()
+        gc.collect()  # of the graphs, which are cycles, and hold what their plans place
         self._memory.release()
         self._latest = None
 
     def plan(self) -> Plan | None:
         """The plan by which steps like the latest one are replayed; None where it ran eagerly."""
         return None if self._latest is None else self._latest.plan
+
+    def measured_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
+        """The plan by which the present step would be replayed, with times of its tasks; None where it runs eagerly."""
+        step = self._steps.find(self._key(self._accumulators.phase(), args, kwargs))
+        return None if step is None else step.measured_plan(args, kwargs)
 
     def status(self) -> Status:
         latest = self._latest
@@ -86,10 +96,13 @@ class StepLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=refuse_streams(self._device) is None),
+            not_in_effect=self._config.not_in_effect(uses_streams=self._uses_streams),
             schedules=() if latest is None else latest.schedules(),
             plan=self.plan(),
         )
+
+    def _key(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+        return phase, call_signature(args, kwargs, self._spec.module, self._device)
 
     def _make(self, phase: Phase) -> WholeStep:
         chooser = Chooser(self._config.mode, partial(synchronize, self._device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,8 +17,10 @@ from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_te
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
 from kitsune.device import refuse_streams
-from kitsune.errors import Refusal, RefusedError
+from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.in_order import Outputs
+from kitsune.execution.timed import measure_spans
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop import planning
 from kitsune.loop.accumulation import Accumulators
@@ -27,6 +30,7 @@ from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
+from kitsune.plan.plan import Span
 from kitsune.status import ScheduleTime
 from kitsune.timing.stopwatch import stopwatch
 
@@ -65,6 +69,7 @@ class WholeStep(GuardedStep):
         self._challengers: tuple[Planned, ...] | None = None
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
+        self._spans: list[Span] | None = None  # is filled by the next run, which then does nothing else
 
     @property
     def executor(self) -> str | None:
@@ -78,6 +83,22 @@ class WholeStep(GuardedStep):
             return None
         measured = self._contest.times_us[self._contest.place]
         return dataclasses.replace(self._plans()[self._contest.place].plan, measured_us=measured)
+
+    def measured_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
+        """`plan`, with times of its tasks in a step with these arguments, which trains nothing.
+
+        Raises:
+            RefusedError: such a step cannot be replayed at present, or there is too little memory to time it.
+        """
+        plan = self.plan
+        if plan is None or self._guarded is None:
+            return None
+        self._spans = []
+        try:
+            self._guarded(args, kwargs)
+            return dataclasses.replace(plan, measured_spans=tuple(self._spans))
+        finally:
+            self._spans = None
 
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """All plans that were tried, and their times."""
@@ -97,7 +118,7 @@ class WholeStep(GuardedStep):
 
     def describe(self) -> tuple[str, str]:
         mode, reason = super().describe()
-        if mode == "replay" and self._contest is not None and self._contest.trying:
+        if mode == "replay" and self._contest is not None and (self._contest.trying or self._may_use_streams()):
             return "measuring", "schedules of the captured step are being timed"
         return mode, reason
 
@@ -130,8 +151,10 @@ class WholeStep(GuardedStep):
                 Refusal("other parameters had gradients in the earlier calls of this update"), passing=True
             )
         inputs = [*flat, *program.state]
-        self._consider_streams(inputs)
-        outputs = contest(inputs)
+        if self._spans is not None:
+            self._spans += self._measure_spans(contest.place, inputs)
+            return [torch.empty((), device=inputs[0].device)]
+        outputs = self._replay_fastest(contest, inputs)
         if contest.winner.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
         self._account(program)
@@ -147,8 +170,10 @@ class WholeStep(GuardedStep):
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         inputs = [*flat, *program.state]
-        first = Recording(program.module, inputs, **self._conditions(program))
-        self._contest = Contest(first, stopwatch(inputs[0].device), self._log.do_without)
+        device = inputs[0].device
+        first = partial(Recording, program.module, **self._conditions(program))
+        clear = partial(_clear, self._memory, device)
+        self._contest = Contest(first, inputs, stopwatch(device), self._log.do_without, clear)
         self._program = program
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
@@ -162,27 +187,50 @@ class WholeStep(GuardedStep):
             self._in_order = planning.in_order(self._program.module, self._trained[0].device)
         return self._in_order, *(self._challengers or ())
 
-    def _consider_streams(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Once replay has proved faster than eager, lets plans on several streams try to be faster still."""
-        contest, program = self._contest, self._program
-        assert contest is not None and program is not None
-        num_streams = self._config.max_streams()
-        if self._challengers is not None or not self.chooser.settled or num_streams == 1:
-            return
+    def _replay_fastest(self, contest: Contest[Recording], inputs: Sequence[torch.Tensor]) -> Outputs:
+        if self._may_use_streams():
+            self._consider_streams(contest, inputs)
+        was_trying = contest.trying
+        try:
+            outputs = contest(inputs)
+        except RefusedError:
+            self._drop()
+            raise
+        self.setup_seconds += contest.take_making_seconds()
+        if was_trying and not contest.trying and contest.place:
+            self.chooser.time_replay_again()
+        return outputs
+
+    def _measure_spans(self, place: int, inputs: Sequence[torch.Tensor]) -> Sequence[Span]:
+        planned = self._plans()[place]
+        arena = self._memory.take(planned.plan.memory.arena_bytes, inputs[0].device)
+        try:
+            lowered = planned.lowered(arena, timed=True)
+            return measure_spans(planned.module, lowered, inputs, GraphPool(self._pool.streams))
+        finally:
+            self._memory.give(arena)
+            _clear(self._memory, inputs[0].device)
+
+    def _may_use_streams(self) -> bool:
+        """Whether replay has proved faster than eager, and plans on several streams have yet to be tried."""
+        if self._challengers is not None or not self.chooser.settled:
+            return False
+        return self._config.max_streams() > 1 and refuse_streams(self._trained[0].device) is None
+
+    def _consider_streams(self, contest: Contest[Recording], inputs: Sequence[torch.Tensor]) -> None:
+        """Lets plans on several streams try to be faster than the one in order."""
+        program = self._program
+        assert program is not None
         self._challengers = ()
-        refusal = refuse_streams(inputs[0].device)
-        if refusal is not None:
-            self._log.do_without(refusal)
-            return
         started = time.perf_counter()
         try:
-            self._challengers = planning.challengers(program.module, inputs, num_streams)
+            self._challengers = planning.challengers(program.module, inputs, self._config.max_streams())
+            self._in_order = planning.in_order(program.module, inputs[0].device, inputs)
         except RuntimeError as error:  # an operator that cannot be timed, or too little memory to do it
-            reason = str(error).splitlines()[0]
-            self._log.do_without(Refusal(f"planning on several streams failed ({reason}); the step is replayed on one"))
+            reason = f"planning on several streams failed ({first_line(error)}); the step is replayed on one"
+            self._log.do_without(Refusal(reason))
         self.setup_seconds += time.perf_counter() - started
-        arena_bytes = max((planned.plan.memory.arena_bytes for planned in self._challengers), default=0)
-        record = partial(_record_challenger, self._memory, arena_bytes, self._conditions(program))
+        record = partial(_record_challenger, self._memory, self._conditions(program))
         contest.open([partial(record, planned) for planned in self._challengers])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
@@ -222,20 +270,24 @@ def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
     return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
+def _clear(memory: MemoryPool, device: torch.device) -> None:
+    """Frees the memory that released recordings have left."""
+    gc.collect()  # of the graphs, which are cycles, and hold what their plans place
+    memory.release()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _record_challenger(
-    memory: MemoryPool,
-    arena_bytes: int,
-    conditions: Mapping[str, Any],
-    planned: Planned,
-    inputs: Sequence[torch.Tensor],
+    memory: MemoryPool, conditions: Mapping[str, Any], planned: Planned, inputs: Sequence[torch.Tensor]
 ) -> Recording:
-    """Records a plan in an arena that all challengers share.
+    """Records a plan in an arena that it shares with the steps of the same loop.
 
     Raises:
         RefusedError: it cannot be recorded, or there is too little memory.
     """
     try:
-        arena = memory.arena(arena_bytes, inputs[0].device)
+        arena = memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
     except torch.OutOfMemoryError as error:
         raise RefusedError(Refusal("there is too little device memory for a plan on several streams")) from error
     give_back = partial(memory.give, arena)

@@ -12,6 +12,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+# PyTorch hands the same streams out again and again, 32 of each priority. With a priority that is used for nothing
+# else, no copy gets onto a stream on which another thread is recording a CUDA graph.
+_PRIORITY = -2
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -44,7 +48,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=_PRIORITY)
 
     def __call__(self, leaves: Sequence[Any]) -> Sent:
         events = []

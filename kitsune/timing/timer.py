@@ -12,11 +12,11 @@ import torch
 
 from kitsune.collection import no_garbage_collection
 from kitsune.device import synchronize
+from kitsune.timing.busy import keep_busy
 
 _BLOCK_US = 400.0  # CUDA events are 0.5 to 1 us wide and a replay starts in about 5 us: 1% of a block
 _MOST_CALLS = 128
 _NUM_BLOCKS = 5
-_CYCLES_PER_US = 2_000  # of the fastest clocks; slower ones only make the device wait longer
 _HEAD_STARTS = (1, 4, 16, 64)
 
 
@@ -99,7 +99,7 @@ def _cuda_block_after(
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
         synchronize(device)
-        torch.cuda._sleep(int(head_start_us * _CYCLES_PER_US))
+        keep_busy(head_start_us, device)
         start.record()
         for _ in range(num_calls):
             run()

@@ -3,7 +3,6 @@
 Nothing made here ever lies under the project's own ``results/``.
 """
 
-import dataclasses
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from harness.store import Store
-from kitsune.status import ScheduleTime
 from tests.harness import plans
 
 MEBIBYTE = 2**20
@@ -36,11 +34,24 @@ _VARIANTS = (
     "eager_fp32", "eager_tf32", "eager_amp", "compile_fp32", "compile_amp", "compile_reduce_overhead_amp",
     "handcaptured_fp32", "handcaptured_amp", "handcaptured_compile_fp32", "handcaptured_compile_amp",
     "kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_trainstep_fp32", "kitsune_trainstep_amp",
+    "kitsune_trainstep_one_stream_fp32", "kitsune_trainstep_one_stream_amp",
 )  # fmt: skip
 _GPU_MICROSECONDS = {
-    ("mlp", 64): (1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 121, 104),
-    ("lenet", 64): (1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 305, 280),
-    ("resnet18", 128): (7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 4890, 2790),
+    ("mlp", 64): (1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 121, 104, 121, 112),
+    ("lenet", 64): (1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 305, 280, 306, 296),
+    ("resnet18", 128): (7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 4890, 2790, 4895, 2795),
+}
+_SWEEP_VARIANTS = ("eager_amp", "handcaptured_amp", "kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp")
+_SWEEP_MICROSECONDS = {
+    ("mlp", 8): (1440, 108, 96, 108),
+    ("mlp", 128): (1451, 118, 110, 115),
+    ("mlp", 512): (1478, 150, 148, 148),
+    ("lenet", 8): (2250, 260, 210, 258),
+    ("lenet", 128): (2270, 340, 318, 335),
+    ("lenet", 512): (2600, 610, 604, 606),
+    ("resnet18", 8): (4900, 1410, 1290, 1400),
+    ("resnet18", 64): (4950, 1950, 1880, 1930),
+    ("resnet18", 512): (13900, 10100, 10080, 10060),
 }
 _CPU_MICROSECONDS = {
     ("mlp", 64): {
@@ -130,9 +141,8 @@ def profile_record(
     if variant.startswith("kitsune"):
         status = {"mode": "replay", "reason": None, "gain": 3.1}
     if status is not None and "trainstep" in variant and on_gpu:
-        status["plan"] = plans.document(num_tasks=40, num_streams=2 if variant.endswith("amp") else 1)
-        if case["model"] == "mlp":
-            status["schedules"] = [schedule_time("in order", 1, 120.0), schedule_time("list", 2, 100.0)]
+        on_streams = variant == "kitsune_trainstep_amp"
+        status["plan"] = plans.document(num_tasks=40, num_streams=2 if on_streams else 1)
     return {
         "kind": "profile", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
         "setup_s": setup * (1 + abs(rng.gauss(0, 0.1))),
@@ -140,11 +150,6 @@ def profile_record(
         "peak_reserved_bytes": int(mebibytes * 1.2 * MEBIBYTE) if on_gpu else None,
         "peak_rss_bytes": int((420 + mebibytes) * MEBIBYTE), "losses": losses, "kitsune": status,
     }  # fmt: skip
-
-
-def schedule_time(strategy: str, num_streams: int, measured_us: float | None) -> dict[str, object]:
-    """An entry of the ``schedules`` in a status, as Kitsune writes it."""
-    return dataclasses.asdict(ScheduleTime(strategy, num_streams, 90.0, measured_us, chosen=True))
 
 
 def skip_record(
@@ -156,10 +161,13 @@ def skip_record(
     }  # fmt: skip
 
 
-def write_gpu_history(root: Path, *, seed: int = 0, rounds: int = 5, slowdown: float = 1.0) -> None:
+def write_gpu_history(
+    root: Path, *, seed: int = 0, rounds: int = 5, slowdown: float = 1.0, sweep: bool = False
+) -> None:
     """Three commits on a GPU: the first has no ``TrainStep``, the second is faster, in the third one variant fails.
 
-    ``slowdown`` multiplies the time of Kitsune's autocast ``TrainStep`` for LeNet at the third commit.
+    ``slowdown`` multiplies the time of Kitsune's autocast ``TrainStep`` for LeNet at the third commit. With ``sweep``
+    that commit was timed at other batch sizes too, as the quick profile does.
     """
     rng = random.Random(seed)
     simulator = Simulator(rng)
@@ -186,7 +194,25 @@ def write_gpu_history(root: Path, *, seed: int = 0, rounds: int = 5, slowdown: f
                 records.append(skip_record(run, case, "compile_reduce_overhead_amp", reason, "failed"))
             records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
             records += [profile_record(run, case, variant, rng) for variant in seconds]
+        if sweep:
+            records += _sweep_records(run, simulator, rounds, at_head=index == len(COMMITS) - 1)
         Store(root).append(GPU_MACHINE, commit, records)
+
+
+def _sweep_records(run: str, simulator: Simulator, rounds: int, *, at_head: bool) -> list[dict[str, object]]:
+    """Times alone at head, and why not before it; what is not in the sweep is left out everywhere."""
+    records = []
+    for (model, batch), microseconds in _SWEEP_MICROSECONDS.items():
+        case = case_fields(model, batch, "cuda")
+        for variant in _VARIANTS:
+            if variant not in _SWEEP_VARIANTS:
+                records.append(skip_record(run, case, variant, "not part of the quick profile", "left out"))
+            elif not at_head:
+                records.append(skip_record(run, case, variant, "measured at HEAD only", "left out"))
+        if at_head:
+            seconds = dict(zip(_SWEEP_VARIANTS, (time * 1e-6 for time in microseconds), strict=True))
+            records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
+    return records
 
 
 def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:
@@ -206,6 +232,8 @@ def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:
                 if variant not in seconds:
                     graphs = variant.startswith("handcaptured") or "reduce" in variant
                     reason = "CUDA graphs exist on CUDA devices only" if graphs else "not part of the quick profile"
+                    if "one_stream" in variant:
+                        reason = "without CUDA there are no streams to choose from"
                     records.append(skip_record(run, case, variant, reason))
             records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
             records += [profile_record(run, case, variant, rng) for variant in seconds]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.benchmarks.training import Training
+from harness.session import Measured as Entry
 from harness.store import History, Store
 from tests.harness.checkout import KITSUNE, Checkout
 
@@ -109,6 +111,13 @@ def test_two_runs_are_both_kept_and_nothing_is_counted_twice(measured: Measured)
     assert sorted((entry.run, entry.round) for entry in rounds) == sorted((run.run, k) for run in runs for k in (0, 1))
     times = [entry.blocks["eager_fp32"].wall_s for entry in rounds]
     assert len(set(times)) == len(times)
+
+
+@pytest.mark.parametrize("status", ["skipped", "left out"])
+def test_asv_is_told_why_something_was_not_measured(status: str) -> None:
+    entry = Entry(status=status, reason="why", step_s=[], setup_s=[], peak_bytes=[], peak_reserved_bytes=[])
+    with pytest.raises(NotImplementedError, match="why"):
+        Training().setup({("mlp-b8", "eager_amp"): entry}, "eager_amp", "mlp-b8")
 
 
 def test_asv_s_own_results_are_in_its_own_format(measured: Measured) -> None:

@@ -50,25 +50,34 @@ def test_where_nothing_is_committed_there_is_nothing_to_measure(tmp_path: Path) 
         bench.last_commits(tmp_path, 3)
 
 
-@pytest.mark.parametrize("profile", ["quick", "full"])
-def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
-    profile: profiles.Name, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench.environment, "visible_gpu", lambda: None)
-    patterns = bench._selection(profile)
-    chosen = {
+def chosen(profile: profiles.Name, track: str) -> set[tuple[str, str]]:
+    """What asv's ``--bench`` selects of a benchmark's parameters."""
+    patterns = [re.compile(pattern) for pattern in bench._selection(profile)]
+    return {
         (variant, case)
         for variant in Training.params[0]
         for case in Training.params[1]
-        if any(
-            re.search(pattern, f"training.Training.track_step_seconds({variant!r}, {case!r})") for pattern in patterns
-        )
+        if any(pattern.search(f"training.Training.{track}({variant!r}, {case!r})") for pattern in patterns)
     }
-    assert chosen == {
-        (variant.name, case.name)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("profile", ["quick", "full"])
+def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
+    profile: profiles.Name, device_type: profiles.DeviceType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.environment, "visible_gpu", lambda: None if device_type == "cpu" else "a GPU")
+    measured = [
+        (variant, case)
         for variant in variants.VARIANTS.values()
-        for case in profiles.cases(profile, "cpu")
+        for case in profiles.cases(profile, device_type)
         if profiles.left_out(profile, case, variant, at_head=True) is None
+    ]
+    assert chosen(profile, "track_step_seconds") == {(variant.name, case.name) for variant, case in measured}
+    assert chosen(profile, "track_setup_seconds") == {
+        (variant.name, case.name)
+        for variant, case in measured
+        if profiles.needs_profile(profile, case, variant, at_head=True)
     }
 
 

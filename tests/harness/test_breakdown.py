@@ -14,8 +14,8 @@ COMMIT = sample.COMMITS[0]
 SECONDS = {
     "eager_fp32": 8e-3,
     "kitsune_dropin_fp32": 4e-3,
-    "kitsune_trainstep_fp32": 2e-3,
-    "kitsune_trainstep_streams_fp32": 1.6e-3,
+    "kitsune_trainstep_one_stream_fp32": 2e-3,
+    "kitsune_trainstep_fp32": 1.6e-3,
 }
 
 
@@ -33,6 +33,7 @@ def measured_breakdown(root: Path, seconds: dict[str, float], status: dict[str, 
     found = breakdowns(measurement(Store(root).load("machine"), COMMIT))
     assert [breakdown.precision for breakdown in found] == ["fp32", "amp"]
     assert found[1].stages[2].missing == "skipped: no autocast here"
+    assert found[1].stages[3].missing == "there is no time on one stream to compare with (not measured)"
     return found[0]
 
 
@@ -45,74 +46,54 @@ def test_each_stage_is_compared_with_eager_and_with_the_one_before(tmp_path: Pat
     assert [stage.gain and stage.gain.ratio for stage in stages] == [None, *map(pytest.approx, (2, 2, 1.25))]
     assert stages[3].gain is not None
     assert stages[3].gain.has_interval
-    assert not any(stage.is_own or stage.missing for stage in stages)
+    assert not any(stage.missing for stage in stages)
+
+
+def without(*words: str) -> dict[str, float]:
+    return {variant: time for variant, time in SECONDS.items() if not any(word in variant for word in words)}
 
 
 def test_a_gap_is_named_and_the_next_stage_compared_with_the_last_known_one(tmp_path: Path) -> None:
-    seconds = {
-        variant: time for variant, time in SECONDS.items() if "dropin" not in variant and "streams" not in variant
-    }
-    eager, dropin, whole, streams = measured_breakdown(tmp_path, seconds).stages
-    assert eager.seconds is not None
+    _, dropin, whole, streams = measured_breakdown(tmp_path, without("dropin")).stages
     assert (dropin.seconds, dropin.missing, dropin.gain) == (None, "not measured", None)
     assert whole.gain is not None
     assert whole.gain.ratio == pytest.approx(4)
+    assert streams.gain is not None
+
+
+def test_without_a_time_on_one_stream_the_default_is_the_whole_step(tmp_path: Path) -> None:
+    """As on a CPU, or where an earlier version of the harness measured."""
+    *_, whole, streams = measured_breakdown(tmp_path, without("one_stream")).stages
+    assert whole.variant == streams.variant == "kitsune_trainstep_fp32"
+    assert whole.seconds == pytest.approx(1.25 * 1.6e-3)
+    assert whole.gain is not None
+    assert whole.gain.ratio == pytest.approx(2.5)
+    assert (streams.seconds, streams.speedup, streams.gain) == (None, None, None)
+    assert streams.missing == "there is no time on one stream to compare with (not measured)"
+
+
+def test_without_the_default_one_stream_is_the_last_stage(tmp_path: Path) -> None:
+    *_, whole, streams = measured_breakdown(tmp_path, without("trainstep_fp32")).stages
+    assert (whole.variant, whole.seconds) == ("kitsune_trainstep_one_stream_fp32", pytest.approx(2.5e-3))
     assert (streams.seconds, streams.missing) == (None, "not measured")
 
 
+def test_on_a_cpu_the_reason_is_that_of_the_variant(tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    found = breakdowns(measurement(Store(tmp_path).load(sample.CPU_MACHINE), COMMIT))
+    assert {part.stages[3].missing for part in found} == {
+        "there is no time on one stream to compare with (skipped: without CUDA there are no streams to choose from)"
+    }
+
+
 def test_without_eager_nothing_is_over_eager(tmp_path: Path) -> None:
-    seconds = {variant: time for variant, time in SECONDS.items() if "eager" not in variant}
-    stages = measured_breakdown(tmp_path, seconds).stages
+    stages = measured_breakdown(tmp_path, without("eager")).stages
     assert [stage.speedup for stage in stages] == [None] * 4
     assert [stage.gain is None for stage in stages] == [True, True, False, False]
 
 
-def test_kitsunes_own_times_stand_in_for_a_variant_with_streams(tmp_path: Path) -> None:
-    """Of several schedules on streams the fastest counts, whether it is in use or not."""
-    seconds = {variant: time for variant, time in SECONDS.items() if "streams" not in variant}
-    schedules = [
-        sample.schedule_time("in order", 1, 2500.0),
-        sample.schedule_time("chains", 4, 2100.0),
-        sample.schedule_time("list", 2, 2000.0),
-        sample.schedule_time("list", 3, None),
-    ]
-    _, dropin, whole, streams = measured_breakdown(tmp_path, seconds, {"schedules": schedules}).stages
-    assert (whole.seconds, streams.seconds) == (pytest.approx(2.5e-3), pytest.approx(2e-3))
-    assert whole.is_own
-    assert streams.is_own
-    assert not dropin.is_own
-    assert streams.gain is not None
-    assert streams.gain.ratio == pytest.approx(1.25)
-    assert not streams.gain.has_interval
-
-
-def test_own_times_give_way_to_measured_ones(tmp_path: Path) -> None:
-    schedules = [sample.schedule_time("in order", 1, 9.0), sample.schedule_time("list", 2, 9.0)]
-    assert not any(stage.is_own for stage in measured_breakdown(tmp_path, SECONDS, {"schedules": schedules}).stages)
-
-
-IN_ORDER = {"num_streams": 1, "measured_us": 9.0}
-
-
-@pytest.mark.parametrize(
-    "schedules",
-    [
-        None, {}, [], [IN_ORDER], [IN_ORDER, IN_ORDER], [{"num_streams": 2, "measured_us": 9.0}], [IN_ORDER, 7],
-        [IN_ORDER, {"num_streams": 2}], [IN_ORDER, {"num_streams": 2, "measured_us": None}],
-        [IN_ORDER, {"num_streams": 2, "measured_us": 0}], [IN_ORDER, {"num_streams": 2, "measured_us": True}],
-        [IN_ORDER, {"num_streams": 2, "measured_us": "9"}], [IN_ORDER, {"num_streams": 2, "measured_us": 1e300}],
-        [IN_ORDER, {"num_streams": 0, "measured_us": 9.0}], [IN_ORDER, {"num_streams": 2.0, "measured_us": 9.0}],
-    ],
-)  # fmt: skip
-def test_own_times_that_cannot_be_used_are_left_out(tmp_path: Path, schedules: object) -> None:
-    seconds = {variant: time for variant, time in SECONDS.items() if "streams" not in variant}
-    *_, whole, streams = measured_breakdown(tmp_path, seconds, {"mode": "replay", "schedules": schedules}).stages
-    assert not whole.is_own
-    assert streams.missing == "not measured"
-
-
 def test_a_stage_that_fell_back_says_so(tmp_path: Path) -> None:
-    assert measured_breakdown(tmp_path, SECONDS, {"mode": "eager"}).stages[2].mode == "eager"
+    assert measured_breakdown(tmp_path, SECONDS, {"mode": "eager"}).stages[3].mode == "eager"
 
 
 def test_stages_multiply_to_the_whole(tmp_path: Path) -> None:

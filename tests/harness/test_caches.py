@@ -1,4 +1,4 @@
-"""Whose compilers' caches are whose."""
+"""Whose caches are whose."""
 
 import os
 from pathlib import Path
@@ -31,14 +31,17 @@ def test_clearing_spares_the_peers_and_other_commits(tmp_path: Path) -> None:
     assert not mine.folder("mlp-b64", KITSUNE).exists()
 
 
-def test_compilers_use_the_folder_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KITSUNE_CACHE_DIR")
+
+
+def test_the_folder_is_used_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, "elsewhere")
     caches.use(None)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     assert caches.is_cold(tmp_path / "mine")
     caches.use(tmp_path / "mine")
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for variable in VARIABLES:
         folder = Path(os.environ[variable])
         assert folder.is_dir()
         assert folder.is_relative_to(tmp_path / "mine")

@@ -31,14 +31,14 @@ def test_the_table_has_every_variant_with_its_numbers(results: Path, capsys: pyt
     assert code == 0
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0].startswith("1 regression found in 12 comparisons")
+    assert lines[0].startswith("1 regression found in 18 comparisons")
     heading = next(line for line in lines if line.startswith("model"))
     for word in ("batch", "precision", "variant", "time", "over eager", "verdict", "over best peer", "memory", "loss"):
         assert word in heading
     row = next(line for line in lines if "kitsune_trainstep_amp" in line and line.startswith("mlp"))
     assert row.split()[:5] == ["mlp", "64", "amp", "kitsune_trainstep_amp", "105"]
-    assert "14.0 [13.8, 14.1]  faster" in row
-    assert sum(line.startswith("lenet") and "slower" in line and "+11.4%" in line for line in lines) == 1
+    assert "13.8 [13.8, 13.9]  faster" in row
+    assert sum(line.startswith("lenet") and "slower" in line and "+13.1%" in line for line in lines) == 1
     assert "failed: compile_reduce_overhead_amp: resnet18-b128 on cuda: RuntimeError" in out
 
 
@@ -47,8 +47,17 @@ def test_skips_are_summarised(results: Path, capsys: pytest.CaptureFixture[str])
 
     skipped = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  skipped")]
 
-    assert len(skipped) == 2
+    assert len(skipped) == 3
     assert all("all 3 cases" in line for line in skipped)
+
+
+def test_the_table_copes_with_a_sweep_over_batch_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, sweep=True)
+    assert compare.main(["--results", str(tmp_path), "--fail-on", "regression"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith("lenet") and line.split()[1] == "8" and "one_stream" in line)
+    assert row.split()[2:4] == ["amp", "kitsune_trainstep_one_stream_amp"]
+    assert sum(line.startswith("  left out") for line in lines) == 1
 
 
 def test_another_machine_is_named_when_this_one_has_no_results(
@@ -173,14 +182,14 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
     assert document["schema"] == 1
     assert document["regressions"] == 1
     assert document["head"]["sha"] == COMMITS[2]
-    assert len(document["rows"]) == 14 * 3 - 1
+    assert len(document["rows"]) == 16 * 3 - 1
     row = next(row for row in document["rows"] if row["variant"] == "kitsune_trainstep_amp")
     assert row["case"] == {"name": "mlp-b64", "model": "mlp", "batch": 64, "device": "cuda"}
     assert 0 < row["ratio"]["low"] < row["ratio"]["ratio"] < row["ratio"]["high"] < 1
     assert (row["verdict"], row["peer_verdict"], row["parity"]) == ("faster", "slower", "agrees")
     assert row["best_peer"] == "handcaptured_compile_amp"
     assert row["seconds"] < row["wall_seconds"]
-    assert {change["verdict"] for change in document["changes"]} == {"same", "slower"}
+    assert {change["verdict"] for change in document["changes"]} == {"same", "slower", "inconclusive"}
     assert document["skips"][0]["status"] == "failed"
 
 
@@ -204,9 +213,9 @@ def test_markdown_has_whole_tables(results: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("## 1 regression found")
     variants = next(index for index, line in enumerate(lines) if line == "### Variants") + 2
     columns = lines[variants].count("|")
-    rows = lines[variants : variants + 2 + 41]
+    rows = lines[variants : variants + 2 + 47]
     assert all(line.replace("\\|", "").count("|") == columns for line in rows)
-    assert not lines[variants + 2 + 41]
+    assert not lines[variants + 2 + 47]
 
 
 def test_names_in_results_cannot_break_out_of_markdown(tmp_path: Path) -> None:

@@ -92,6 +92,23 @@ def test_summaries_are_geometric_means_over_cases(tmp_path: Path) -> None:
     assert step.over_peer < 1
 
 
+def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, sweep=True)
+    comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
+    assert len(comparison.cases) == 12
+    assert {summary.cases for summary in comparison.summaries} == {3}
+    assert len(comparison.summaries) == 6
+    step = next(summary for summary in comparison.summaries if summary.variant == "kitsune_trainstep_amp")
+    ratios = [row.ratio.ratio for row in comparison.rows if row.variant == step.variant and row.ratio and row.rounds]
+    assert len(ratios) == 12
+    shared = [
+        row.ratio.ratio
+        for row in comparison.rows
+        if row.variant == step.variant and row.ratio and row.case.batch == (128 if row.case.model == "resnet18" else 64)
+    ]
+    assert step.over_eager == pytest.approx(math.prod(shared) ** (-1 / 3))
+
+
 def test_without_arguments_the_newest_commit_is_held_against_the_one_before(tmp_path: Path) -> None:
     sample.write_gpu_history(tmp_path)
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
@@ -130,10 +147,10 @@ def test_a_planted_slowdown_is_a_regression_and_nothing_else_is(tmp_path: Path) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_same_code_at_two_commits_is_no_regression(tmp_path: Path, seed: int) -> None:
-    """12 histories of 12 rows: no false alarm. tests/harness/test_error_rates.py has the rates over many more."""
+    """12 histories of 18 rows: no false alarm. tests/harness/test_error_rates.py has the rates over many more."""
     sample.write_gpu_history(tmp_path, seed=seed)
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
-    assert len(comparison.changes) == 12
+    assert len(comparison.changes) == 18
     assert comparison.regressions == 0
 
 
@@ -195,6 +212,24 @@ def test_a_kitsune_variant_that_can_no_longer_be_measured_is_a_regression(tmp_pa
     ]
 
 
+@pytest.mark.parametrize(("status", "lost"), [("left out", 0), ("skipped", 1), ("failed", 1)])
+def test_what_the_profile_left_out_is_not_lost(tmp_path: Path, status: str, lost: int) -> None:
+    write(tmp_path, OLD, TIMES)
+    skip = sample.skip_record("r", CASE, "kitsune_dropin_fp32", "why", status)
+    write(tmp_path, NEW, {"eager_fp32": 1e-3}, day=2, extra=(skip,))
+    comparison = compared(tmp_path)
+    assert len(comparison.lost) == comparison.regressions == lost
+    assert [(group.status, group.reason) for group in comparison.skips] == [(status, "why")]
+
+
+@pytest.mark.parametrize(("status", "shown"), [("left out", 0), ("failed", 1)])
+def test_what_was_timed_before_is_shown_only_if_it_then_broke(tmp_path: Path, status: str, shown: int) -> None:
+    write(tmp_path, NEW, TIMES, run="one")
+    skip = sample.skip_record("two", CASE, "kitsune_dropin_fp32", "why", status)
+    write(tmp_path, NEW, {"eager_fp32": 1e-3}, run="two", day=2, extra=(skip,))
+    assert len(compared(tmp_path).skips) == shown
+
+
 def test_a_skip_that_a_later_run_overtook_is_not_shown(tmp_path: Path) -> None:
     skip = sample.skip_record("one", CASE, "compile_fp32", "not part of the quick profile")
     write(tmp_path, NEW, {"eager_fp32": 1e-3}, run="one", extra=(skip,))
@@ -249,7 +284,7 @@ def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
 
     lengths = {(series.case.model, series.variant): len(series.points) for series in comparison.history}
 
-    assert len(lengths) == 12
+    assert len(lengths) == 18
     assert lengths["mlp", "kitsune_dropin_fp32"] == 3
     assert lengths["mlp", "kitsune_trainstep_fp32"] == 2  # the first commit has no TrainStep
 

@@ -17,8 +17,8 @@ def test_names_agree_with_the_catalogue() -> None:
 
 def test_variants_are_ordered_by_precision_and_kitsune_comes_last() -> None:
     ordered = sorted([*VARIANTS, "mine_fp8"], key=names.order)
-    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 6 + ["tf32"] + ["amp"] * 7 + ["fp8"]
-    assert [names.is_kitsune(name) for name in ordered[:6]] == [False] * 4 + [True] * 2
+    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 7 + ["tf32"] + ["amp"] * 8 + ["fp8"]
+    assert [names.is_kitsune(name) for name in ordered[:7]] == [False] * 4 + [True] * 3
 
 
 def test_a_variant_of_ones_own_is_called_by_its_name() -> None:

@@ -22,7 +22,7 @@ def test_a_case_names_model_and_batch() -> None:
 def test_the_full_profile_leaves_nothing_out() -> None:
     for device_type in ("cpu", "cuda"):
         cases = profiles.cases("full", device_type)
-        assert {case.name for case in profiles.cases("quick", device_type)} < {case.name for case in cases}
+        assert {case.name for case in profiles.cases("quick", device_type)} <= {case.name for case in cases}
         for case in cases:
             for variant in variants.VARIANTS.values():
                 assert profiles.left_out("full", case, variant, at_head=False) is None
@@ -41,16 +41,45 @@ def test_the_quick_profile_on_the_cpu_compiles_one_model_once() -> None:
     assert measured("lenet", at_head=True) == measured("resnet18", at_head=True) == always
 
 
-def test_the_quick_profile_on_a_gpu_measures_every_variant() -> None:
-    for case in profiles.cases("quick", "cuda"):
+SWEEP = {"eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"}
+
+
+@pytest.mark.parametrize("at_head", [True, False])
+def test_the_quick_profile_on_a_gpu_measures_every_variant_at_the_default_sizes(at_head: bool) -> None:
+    defaults = [case for case in profiles.cases("quick", "cuda") if case.default]
+    assert [case.name for case in defaults] == ["mlp-b64", "lenet-b64", "resnet18-b128"]
+    for case in defaults:
         for variant in variants.VARIANTS.values():
-            assert profiles.left_out("quick", case, variant, at_head=False) is None
+            assert profiles.left_out("quick", case, variant, at_head=at_head) is None
+
+
+def test_the_quick_profile_on_a_gpu_sweeps_the_other_sizes_at_head() -> None:
+    others = [case for case in profiles.cases("quick", "cuda") if not case.default]
+    assert len(others) == 9
+    for case in others:
+        for variant in variants.VARIANTS.values():
+            at_head, before = (profiles.left_out("quick", case, variant, at_head=place) for place in (True, False))
+            if variant.name in SWEEP:
+                assert at_head is None
+                assert before == "batch sizes other than the default are measured at HEAD only"
+            else:
+                assert at_head == before
+                assert at_head is not None
+                assert "`make bench-full` measures it" in at_head
+            assert not profiles.needs_profile("quick", case, variant, at_head=True)
+            assert profiles.needs_profile("full", case, variant, at_head=False)
+
+
+def test_the_quick_profile_on_the_cpu_has_the_default_sizes_alone() -> None:
+    assert [case.name for case in profiles.cases("quick", "cpu")] == ["mlp-b64", "lenet-b64", "resnet18-b4"]
 
 
 def test_the_peers_are_profiled_at_head_and_what_losses_need_everywhere() -> None:
+    (case,) = [case for case in profiles.cases("quick", "cuda") if case.name == "mlp-b64"]
+
     def profiled(profile: profiles.Name, *, at_head: bool) -> set[str]:
         everything = variants.VARIANTS.values()
-        return {it.name for it in everything if profiles.needs_profile(profile, it, at_head=at_head)}
+        return {it.name for it in everything if profiles.needs_profile(profile, case, it, at_head=at_head)}
 
     assert profiled("quick", at_head=True) == profiled("full", at_head=False) == set(variants.names())
     assert profiled("quick", at_head=False) == {

@@ -109,13 +109,14 @@ def test_every_variant_is_measured_or_skipped_with_a_reason(context: Context) ->
     assert set(skips) | profiled == {(case.name, variant) for case in CASES for variant in variants.names()}
     assert skips["mlp-b4", DROPIN].reason == "this commit has no kitsune"
     assert "at HEAD only" in skips["mlp-b4", "compile_fp32"].reason
-    assert {entry.status for entry in skips.values()} == {"skipped"}
+    assert {entry.status for (_, variant), entry in skips.items() if variant == DROPIN} == {"skipped"}
+    assert {entry.status for (_, variant), entry in skips.items() if variant != DROPIN} == {"left out"}
 
 
 def test_head_is_compiled_once(context: Context) -> None:
     measured, _ = run(replace(context, at_head=True), Pretender())
     assert measured["mlp-b4", "compile_fp32"]["status"] == "measured"
-    assert measured["lenet-b4", "compile_fp32"]["status"] == "skipped"
+    assert measured["lenet-b4", "compile_fp32"]["status"] == "left out"
 
 
 def test_a_variant_that_fails_alone_costs_only_itself(context: Context) -> None:
@@ -265,3 +266,30 @@ def test_before_head_a_gpu_s_quick_profile_times_peers_without_profiling_them(
     entry = measured["mlp-b4", "handcaptured_amp"]
     assert entry["step_s"]
     assert not entry["setup_s"]
+
+
+SWEEP = ["eager_amp", "handcaptured_amp", "kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp"]
+
+
+@pytest.mark.parametrize("at_head", [True, False])
+def test_on_a_gpu_other_batch_sizes_are_timed_at_head_without_profiles(
+    context: Context, monkeypatch: pytest.MonkeyPatch, at_head: bool
+) -> None:
+    cases = (Case("mlp", 4, "cuda", 3, default=True), Case("mlp", 8, "cuda", 3))
+    monkeypatch.setattr(profiles, "CASES", cases)
+    pretender = Pretender(facts={**FACTS, "device_type": "cuda"})
+    measured, history = run(replace(context, at_head=at_head), pretender)
+    rounds = profiles.effort("quick", "cuda").rounds
+    assert pretender.rounds("mlp-b8") == ([SWEEP] * rounds if at_head else [])
+    assert {entry.case for entry in history.profiles(COMMIT)} == {"mlp-b4"}
+    left_out = {
+        entry.variant for entry in history.skips(COMMIT) if (entry.case, entry.status) == ("mlp-b8", "left out")
+    }
+    assert left_out == set(variants.names()) - (set(SWEEP) if at_head else set())
+    entry = measured["mlp-b8", SWEEP[0]]
+    assert (entry["status"], bool(entry["step_s"])) == (("measured", True) if at_head else ("left out", False))
+    assert context.progress is not None
+    last = context.progress.read_text().splitlines()[-1]
+    done, total = last.split()[1].split("/")
+    assert done == total
+    assert "nothing left to measure" not in context.progress.read_text()

@@ -28,8 +28,34 @@ def test_every_stage_has_a_row(gpu: Comparison) -> None:
     lenet = [row[3:] for row in rows if row[0] == "lenet" and row[3] == "amp"]
     assert [row[1] for row in lenet] == ["eager", "forward and backward captured", "optimizer in the step", "streams"]
     assert lenet[0][3:] == ["—", "—", ""]
-    assert lenet[3][2:] == ["—", "—", "—", "not measured"]
-    assert [row[-1] for row in rows if row[0] == "mlp"] == ["", "", *["timed by Kitsune itself"] * 2] * 2
+    assert all("[" in row[4] for row in lenet[1:])
+    assert {row[-1] for row in rows} == {""}
+
+
+def test_a_stage_without_a_time_has_its_reason(tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    comparison = compare(Store(tmp_path).load(sample.CPU_MACHINE), folder=tmp_path)
+    last = texts(step_tables.contribution_table(comparison))[3]
+    assert last[4:8] == ["streams", "—", "—", "—"]
+    assert last[8].endswith("(skipped: without CUDA there are no streams to choose from)")
+
+
+def test_what_streams_gain_is_told_with_the_plan_where_there_is_one(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, sweep=True)
+    comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    table = step_tables.stream_table(comparison)
+    rows = texts(table)
+    assert len(rows) == 3 * (4 + 1)
+    assert [(row[1], row[3]) for row in rows if row[0] == "resnet18"] == [
+        ("8", "amp"), ("64", "amp"), ("128", "fp32"), ("128", "amp"), ("512", "amp"),
+    ]  # fmt: skip
+    default, swept = (next(row for row in rows if row[:2] == ["mlp", size] and row[3] == "amp") for size in ("64", "8"))
+    assert default[8:] == ["2", "list"]
+    assert swept[8:] == ["—", "—"]
+    assert swept[7] == "faster"
+    assert swept[6].startswith("1.1")
+    assert "[" in swept[6]
+    assert [row[7] for row in rows if row[1] == "512"] == ["same"] * 3
 
 
 def test_every_kitsune_variant_has_a_row(gpu: Comparison) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kitsune.fallback import Chooser
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
 
@@ -50,3 +51,14 @@ def _collected(_frozen: None) -> Iterator[None]:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def replay_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets replay win against eager whatever their times."""
+
+    def settle(chooser: Chooser) -> None:
+        chooser.settled = True
+
+    monkeypatch.setattr(Chooser, "_settle", settle)
+    monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)

@@ -176,7 +176,7 @@ def test_options_that_are_not_in_effect_yet() -> None:
         ({"num_streams": 4, "compile": True}, True),
         ({"num_streams": 4, "max_memory": "1GB"}, True),
         ({"num_streams": 1, "mode": "replay"}, False),
-        ({"num_streams": None}, False),
+        ({"num_streams": None, "mode": "replay"}, False),
     ],
 )
 def test_where_nothing_is_measured_one_stream_is_used(options: dict[str, Any], ignored: bool) -> None:

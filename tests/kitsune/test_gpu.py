@@ -622,7 +622,7 @@ def test_training_compiled(form: str) -> None:
 def test_auto_mode_measures_and_keeps_the_faster(form: str) -> None:
     """Whichever it is: the status tells both times, and agrees with them."""
     training = Training(form, *building()(), mode="auto")
-    training.run(30, cuda_batch)
+    training.run(200, cuda_batch)
     status = training.status()
     assert status.eager_seconds is not None
     assert status.replay_seconds is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,30 +28,11 @@ from tests.kitsune import static_memory
 from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
-STEPS = 100
+STEPS = 160
 
 
 def costs_of_a_gpu(module: fx.GraphModule, graph: TaskGraph, _inputs: object) -> Costs:
     return analytic_costs(module.graph, graph, cuda_limits("a GPU", (9, 0)))
-
-
-class Favouring:
-    """A stopwatch that lets the entrant in the given place win: the first place is 0."""
-
-    def __init__(self, place: int) -> None:
-        self._place, self._trials, self._spans = place, 0, 0
-
-    def start(self) -> None:
-        self._spans += 1
-
-    def stop(self) -> None:
-        return
-
-    def read(self) -> list[float]:
-        time = 5.0 if self._trials == self._place else 10.0
-        spans, self._spans = self._spans, 0
-        self._trials += spans > 0
-        return [time] * spans
 
 
 @pytest.fixture(autouse=True)
@@ -62,18 +44,9 @@ def _a_device_with_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def replay_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def settle(chooser: Chooser) -> None:
-        chooser.settled = True
-
-    monkeypatch.setattr(Chooser, "_settle", settle)
-    monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)
-
-
-@pytest.fixture
 def favour(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def choose(place: int) -> None:
-        monkeypatch.setattr("kitsune.loop.whole_step.stopwatch", lambda device: Favouring(place))
+        monkeypatch.setattr(contest.Contest, "_best", lambda contest: place)
 
     return choose
 
@@ -89,6 +62,12 @@ def build(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], tu
 def train(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **options: Any) -> Training:
     options = {"mode": "auto", "num_streams": NUM_STREAMS, **options}
     return compare("train_step", build(make), steps=STEPS, replays=STEPS - 5, **options)
+
+
+def test_streams_are_the_default_where_they_can_be_measured() -> None:
+    assert kitsune.Config().max_streams() == 4
+    assert kitsune.Config(mode="replay").max_streams() == 1
+    assert kitsune.Config(max_memory="1GB", num_streams=8).max_streams() == 1
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -110,7 +89,7 @@ def test_whatever_wins_the_step_is_the_same(
     assert training.train_step is not None
     plan = training.train_step.plan()
     assert plan is not None
-    assert plan.measured_us == 5.0
+    assert plan.measured_us == status.schedules[place].measured_us
     assert plan.schedule.strategy == status.schedules[place].strategy
     assert (plan.schedule.num_streams > 1) == (place > 0)
 
@@ -129,7 +108,7 @@ def test_plans_on_several_streams_are_tried() -> None:
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize(
     ("options", "replays"),
-    [({"num_streams": 1}, 35), ({"num_streams": None}, 35), ({"mode": "replay", "num_streams": 4}, 39)],
+    [({"num_streams": 1}, 35), ({"max_memory": "1GB"}, 35), ({"mode": "replay", "num_streams": 4}, 39)],
 )
 def test_one_stream_is_planned_and_nothing_tried(options: dict[str, Any], replays: int) -> None:
     training = compare("train_step", build(adam), steps=40, replays=replays, **{"mode": "auto", **options})
@@ -167,6 +146,51 @@ def test_a_change_in_the_middle_of_the_trials_starts_anew(favour: Callable[[int]
         "train_step", build(adam), steps=STEPS, edit=edit, replays=STEPS - 6, mode="auto", num_streams=NUM_STREAMS
     )
     assert training.status().schedules[1].chosen
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("place", [0, 2])
+def test_tasks_are_timed_without_a_trace(place: int, favour: Callable[[int], None], tmp_path: Path) -> None:
+    """A step is planned with its arguments in the midst of a training, which goes on as if it had not been."""
+
+    def measure(training: Training, index: int) -> None:
+        step = training.train_step
+        if step is None:  # the training to compare with
+            return
+        (x, y), _ = batch(index)
+        if index == 2:
+            assert step.plan(x, y) is None
+        if index == STEPS - 5:
+            plans.append(step.plan(x, y))
+            assert step.plan(x[:1], y[:1]) is None
+            assert step.plan() == dataclasses.replace(plans[0], measured_spans=None)
+
+    plans: list[Any] = []
+    favour(place)
+    compare(
+        "train_step", build(adam), steps=STEPS, edit=measure, replays=STEPS - 5, mode="auto", num_streams=NUM_STREAMS
+    )
+    (plan,) = plans
+    assert len(plan.measured_spans) == len(plan.graph.tasks)
+    assert all(start <= end for start, end in plan.measured_spans)
+    assert any(start < end for start, end in plan.measured_spans)
+    plan.timeline(tmp_path / "trace.json")
+    assert kitsune.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_step_that_cannot_be_timed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise kitsune.errors.RefusedError(kitsune.Refusal("there is too little device memory"))
+
+    monkeypatch.setattr("kitsune.loop.whole_step.measure_spans", fail)
+    training = train()
+    assert training.train_step is not None
+    (x, y), _ = batch(0)
+    with pytest.raises(kitsune.KitsuneError, match="cannot be timed: there is too little device memory"):
+        training.train_step.plan(x, y)
+    training.step(x, y)
+    assert training.status().mode == "replay"
 
 
 def test_where_eager_is_faster_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,22 +237,24 @@ def test_plans_of_the_three_models() -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-@pytest.mark.parametrize(("device", "reason"), [("cpu", "needs CUDA streams"), ("cuda", "not been verified on a GPU")])
-def test_where_streams_are_refused_one_is_used_and_the_status_says_why(
-    device: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_streams_one_is_used_and_the_status_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    refused = refuse_streams(torch.device(device))
     for module in ("whole_step", "step_loop"):
-        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_streams", lambda _: refused)
+        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_streams", refuse_streams)
     monkeypatch.setattr(planning, "challengers", lambda *_: pytest.fail("planned"))
     status = train().status()
     assert status.mode == "replay"
     assert len(status.schedules) == 1
     assert status.not_in_effect == ("num_streams",)
-    assert reason in status.refusals[-1]
+    assert "needs CUDA streams" in status.refusals[-1]
     assert [record.message for record in caplog.records] == [
         f"the training step does without an option: {status.refusals[-1]}"
     ]
+    caplog.clear()
+    status = train(num_streams=None).status()
+    assert status.not_in_effect == status.refusals == ()
+    assert caplog.records == []
 
 
 @pytest.mark.usefixtures("replay_is_faster")

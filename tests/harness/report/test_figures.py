@@ -80,10 +80,18 @@ def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
 def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:
     drawn = figures.history(gpu)[0]
     bands, lines = drawn.traces[::2], drawn.traces[1::2]
-    assert len(lines) == 4
-    assert [trace["fill"] for trace in bands] == ["toself"] * 4
+    assert len(lines) == 6
+    assert [trace["fill"] for trace in bands] == ["toself"] * 6
     for band, line in zip(bands, lines, strict=True):
         assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
+
+
+def test_a_batch_size_measured_at_one_commit_has_no_history(tmp_path: Path, gpu: Comparison) -> None:
+    sample.write_gpu_history(tmp_path, sweep=True)
+    swept = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    assert len(swept.cases) == 12
+    titles = [figure.title for figure in figures.history(swept)]
+    assert titles == [figure.title for figure in figures.history(gpu)] == [style.case_name(case) for case in gpu.cases]
 
 
 def test_without_a_second_commit_there_is_no_history(tmp_path: Path) -> None:

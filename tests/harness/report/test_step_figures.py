@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import plotly.graph_objects as go
@@ -10,6 +11,7 @@ from harness.report import step_figures
 from harness.report.figures import Figure
 from harness.rows import Comparison
 from harness.selection import Case
+from harness.stats import Estimate, Verdict
 from harness.store import Store
 from harness.timelines import NoTimeline, Timeline, timeline
 from tests.harness import plans, sample
@@ -56,10 +58,59 @@ def test_a_stage_that_ran_eagerly_is_marked(gpu: Comparison) -> None:
     assert [text.endswith("ran eagerly") for text in bars["text"]] == [False, False, True, False]  # type: ignore[attr-defined]
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    root = tmp_path_factory.mktemp("results")
+    sample.write_gpu_history(root, sweep=True)
+    return compare(Store(root).load(sample.GPU_MACHINE), folder=root)
+
+
+def test_what_streams_gain_is_drawn_over_batch_sizes(swept: Comparison) -> None:
+    drawn = step_figures.stream_gains(swept)
+    assert [figure.title for figure in drawn] == ["mlp, cuda", "lenet, cuda", "resnet18, cuda"]
+    for figure, model in zip(drawn, ("mlp", "lenet", "resnet18"), strict=True):
+        go.Figure(data=list(figure.traces), layout=figure.layout)
+        json.dumps(vars(figure), allow_nan=False)
+        assert figure.layout["xaxis"]["categoryarray"] == ["8", "64", "128", "512"]  # type: ignore[index]
+        lines = {trace["name"]: trace for trace in figure.traces}
+        assert list(lines) == ["fp32", "amp"]
+        for precision, line in lines.items():
+            gains = [gain for gain in swept.stream_gains if (gain.case.model, gain.precision) == (model, precision)]
+            assert line["x"] == [str(gain.case.batch) for gain in gains]
+            assert line["y"] == [gain.gain.ratio for gain in gains]
+            assert line["error_y"]["array"] == [pytest.approx(it.gain.high - it.gain.ratio) for it in gains]  # type: ignore[index]
+
+
+def test_a_gain_says_which_plan_it_is_of_where_that_is_known(swept: Comparison) -> None:
+    (line,) = [trace for trace in step_figures.stream_gains(swept)[0].traces if trace["name"] == "amp"]
+    first, second, *_ = line["hovertext"]  # type: ignore[misc]
+    assert "faster" in first
+    assert first.count("<br>") == 2
+    assert second.endswith("<br>2 streams, list")
+
+
+def test_a_gain_of_a_single_round_has_a_hollow_mark_and_no_whiskers(gpu: Comparison) -> None:
+    alone = [
+        replace(gain, gain=Estimate(gain.gain.ratio, 0.0, math.inf, 1, 7), verdict=Verdict.INCONCLUSIVE)
+        for gain in gpu.stream_gains
+    ]
+    for figure in step_figures.stream_gains(replace(gpu, stream_gains=tuple(alone))):
+        json.dumps(vars(figure), allow_nan=False)
+        for trace in figure.traces:
+            assert trace["marker"]["symbol"] in (["circle-open"], ["diamond-open"])  # type: ignore[index]
+            assert not trace["error_y"]["visible"]  # type: ignore[index]
+
+
+def test_the_page_says_that_nothing_was_timed_both_ways(gpu: Comparison) -> None:
+    page = report.html_page(replace(gpu, stream_gains=()))
+    assert 'id="batch-sizes"' in page
+    assert "TrainStep was not timed both on one stream and with streams of its choice" in page
+
+
 def test_a_timeline_draws_every_bar_where_and_when_it_runs(gpu: Comparison) -> None:
     known = [entry for entry in gpu.timelines if isinstance(entry, Timeline)]
     drawn = step_figures.timelines(gpu)
-    assert len(drawn) == len(known) == 6
+    assert len(drawn) == len(known) == 12
     for figure, entry in zip(drawn, known, strict=True):
         _checked(figure)
         found = set()

@@ -35,6 +35,10 @@ def test_cuda_graphs_need_cuda(variant: str) -> None:
     assert "CUDA graphs" in reason(variant)
 
 
+def test_streams_need_cuda() -> None:
+    assert reason("kitsune_trainstep_one_stream_amp") == "without CUDA there are no streams to choose from"
+
+
 def test_tf32_needs_cuda_and_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA" in reason("eager_tf32")
     FakeGpu(monkeypatch, capability=(7, 5), bfloat16=False)

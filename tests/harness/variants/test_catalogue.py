@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,8 @@ EXPECTED = [
     "kitsune_dropin_amp",
     "kitsune_trainstep_fp32",
     "kitsune_trainstep_amp",
+    "kitsune_trainstep_one_stream_fp32",
+    "kitsune_trainstep_one_stream_amp",
 ]
 
 
@@ -33,7 +36,7 @@ def test_names_are_those_of_stored_results() -> None:
 
 
 def test_an_unknown_name_is_answered_with_those_known() -> None:
-    with pytest.raises(ValueError, match=r"no variant 'eager_fp8'.*kitsune_trainstep_amp"):
+    with pytest.raises(ValueError, match=r"no variant 'eager_fp8'.*kitsune_trainstep_one_stream_amp"):
         variants.get("eager_fp8")
 
 
@@ -47,9 +50,19 @@ def test_names_and_titles_say_the_precision(variant: Variant) -> None:
 def test_kitsune_is_laid_out_as_what_is_captured_by_hand() -> None:
     for precision in ("fp32", "amp"):
         baseline = variants.get(f"handcaptured_{precision}")
-        for form in ("dropin", "trainstep"):
+        for form in ("dropin", "trainstep", "trainstep_one_stream"):
             variant = variants.get(f"kitsune_{form}_{precision}")
             assert variant.uses_channels_last("cuda") == baseline.uses_channels_last("cuda")
+
+
+def test_one_stream_differs_from_the_default_in_nothing_else() -> None:
+    for precision in ("fp32", "amp"):
+        default = variants.get(f"kitsune_trainstep_{precision}")
+        one_stream = variants.get(f"kitsune_trainstep_one_stream_{precision}")
+        assert (default.num_streams, one_stream.num_streams) == (None, 1)
+        assert one_stream.is_kitsune
+        same = replace(one_stream, name=default.name, title=default.title, num_streams=None, cuda_only=None)
+        assert same == default
 
 
 def test_on_the_cpu_float32_variants_share_eager_s_layout() -> None:

@@ -1,8 +1,11 @@
 """Trainings: all variants start alike and take the same batches."""
 
+import json
+
 import pytest
 import torch
 
+import kitsune
 from harness import variants
 from harness.variants.availability import unavailable
 from harness.variants.building import start
@@ -37,6 +40,46 @@ def test_float32_variants_train_as_eager_does(name: str, model: str) -> None:
 def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
     expected = torch.tensor(losses("eager_amp", 12))
     torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_only_the_variants_on_one_stream_say_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(kitsune, "TrainStep", lambda *arguments, **options: given.append(options))
+    for precision in ("fp32", "amp"):
+        for form in ("trainstep", "trainstep_one_stream"):
+            variant = variants.get(f"kitsune_{form}_{precision}")
+            start(variant, prepare(variant, "mlp", 2, CPU))
+    assert given == [
+        {"enable_amp": False},
+        {"enable_amp": False, "num_streams": 1},
+        {"enable_amp": True},
+        {"enable_amp": True, "num_streams": 1},
+    ]
+
+
+def test_the_plan_comes_with_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    ready = training("kitsune_trainstep_fp32")
+    ready.run(5)
+    status = ready.status()
+    assert status is not None
+    plan = kitsune.Plan.from_json(json.dumps(status["plan"]))
+    assert plan.measured_spans is not None
+    assert len(plan.measured_spans) == len(plan.graph.tasks)
+
+
+def test_a_kitsune_that_cannot_time_tasks_has_a_status_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(step: kitsune.TrainStep, *args: object) -> None:
+        raise kitsune.KitsuneError("too little memory")
+
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    for plan in (refuse, lambda step: None, lambda step, *args: None):
+        monkeypatch.setattr(kitsune.TrainStep, "plan", plan)
+        ready = training("kitsune_trainstep_fp32")
+        ready.run(5)
+        status = ready.status()
+        assert status is not None
+        assert status["mode"] == "replay"
 
 
 def test_a_run_of_many_steps_is_many_runs_of_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,6 +53,24 @@ def test_neither_autograd_nor_autocast_sees_the_operators() -> None:
     assert product.dtype is torch.float32
     assert not product.requires_grad
     assert torch.is_grad_enabled()
+
+
+def test_a_compiled_graph_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is warmed up on copies of the parameters that it is recorded for."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(module: torch.fx.GraphModule, _examples: object) -> object:
+        compiled.append(module)
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    run = InOrder(graph(), compile=True)
+    x, weight = torch.randn(3, 3), torch.nn.Parameter(torch.zeros(3, 3))
+    for tensor in (weight.detach().clone(), weight):
+        product, _ = run([x, tensor])
+        assert torch.equal(product, x @ tensor)
+        assert torch.equal(tensor, torch.ones(3, 3))
+    assert len(compiled) == 1
 
 
 def test_release_drops_the_graph() -> None:

@@ -49,8 +49,11 @@ class Witness:
         self.begun = {0}
         self.ended: set[int] = set()
         self.joined = False
+        self.present: int | None = None
+        self.timed: list[int] = []
 
     def to(self, stream: int) -> None:
+        assert self.present is None
         self.stream = stream
 
     def begin(self) -> None:
@@ -59,11 +62,23 @@ class Witness:
 
     def record(self, task: int) -> None:
         assert self.stream in self.begun
+        assert self.present is None
         self.ended.add(task)
 
     def wait(self, task: int) -> None:
         assert task in self.ended
         assert self.stream in self.begun
+        assert self.present is None
+
+    def start(self, task: int) -> None:
+        assert self.stream in self.begun
+        assert self.present is None
+        self.present = task
+
+    def end(self, task: int) -> None:
+        assert self.present == task
+        self.present = None
+        self.timed.append(task)
 
     def join(self) -> None:
         assert self.stream == 0
@@ -73,7 +88,7 @@ class Witness:
         assert values
 
 
-def run(module: fx.GraphModule, schedule: Schedule, values: list[torch.Tensor]) -> list[torch.Tensor]:
+def run(module: fx.GraphModule, schedule: Schedule, values: list[torch.Tensor], *, timed: bool) -> list[torch.Tensor]:
     """The results of the lowered graph; it writes to `values` as the graph does."""
     witnesses: list[Witness] = []
 
@@ -81,24 +96,27 @@ def run(module: fx.GraphModule, schedule: Schedule, values: list[torch.Tensor]) 
         witnesses.append(Witness())
         return witnesses[-1]
 
-    lowered = lower(module, task_graph(module.graph), schedule)
+    lowered = lower(module, task_graph(module.graph), schedule, timed=timed)
     assert lowered.num_streams == schedule.num_streams
-    results = InOrder(lowered.module, lanes=lanes if schedule.num_streams > 1 else None)(values)
-    if schedule.num_streams > 1:
-        assert witnesses[0].joined
-        assert len(witnesses[0].begun) == schedule.num_streams
+    results = InOrder(lowered.module, lanes=lanes if timed or schedule.num_streams > 1 else None)(values)
+    for witness in witnesses:
+        assert witness.joined
+        assert len(witness.begun) == schedule.num_streams
+        assert witness.timed == (list(schedule.order) if timed else [])
     return list(results)
 
 
-@given(PROGRAMS, st.integers(0, 2**20), st.integers(1, 4))
-def test_every_legal_schedule_gives_the_same_to_the_bit(program: Program, seed: int, num_streams: int) -> None:
+@given(PROGRAMS, st.integers(0, 2**20), st.integers(1, 4), st.booleans())
+def test_every_legal_schedule_gives_the_same_to_the_bit(
+    program: Program, seed: int, num_streams: int, timed: bool
+) -> None:
     module = traced(program)
     expected_values, values = inputs(), inputs()
     torch.manual_seed(seed)
     expected = InOrder(module)(expected_values)
     schedule = any_schedule(task_graph(module.graph), seed, num_streams)
     torch.manual_seed(seed)
-    found = run(module, schedule, values)
+    found = run(module, schedule, values, timed=timed)
     for one, other in zip((*found, *values), (*expected, *expected_values), strict=True):
         assert torch.equal(one, other)
 
@@ -173,6 +191,23 @@ def test_memory_is_held_until_all_readers_are_through(program: Program, seed: in
     graph = task_graph(module.graph)
     schedule = any_schedule(graph, seed, num_streams)
     check_releases(module, schedule, lower(module, graph, schedule).module)
+
+
+@given(PROGRAMS, st.integers(0, 2**20), st.integers(1, 4))
+def test_a_timed_task_lies_between_its_start_and_its_end(program: Program, seed: int, num_streams: int) -> None:
+    module = traced(program)
+    graph = task_graph(module.graph)
+    schedule = any_schedule(graph, seed, num_streams)
+    nodes = list(lower(module, graph, schedule, timed=True).module.graph.nodes)
+    names = [node.name for node in nodes]
+    told = [(node.target, *node.args[1:]) if node.op == "call_method" else None for node in nodes]
+    for task in graph.tasks:
+        start, end = told.index(("start", task.index)), told.index(("end", task.index))
+        assert names[start + 1 : end] == list(task.nodes)
+        waits = [("wait", wait.earlier) for wait in schedule.waits if wait.later == task.index]
+        assert all(wait in told[:start] for wait in waits)
+        if any(wait.earlier == task.index for wait in schedule.waits):
+            assert told[end + 1] == ("record", task.index)
 
 
 def test_a_value_dropped_too_early_is_noticed() -> None:

@@ -63,10 +63,15 @@ class Race:
         self.costs_us = {str(place): cost for place, cost in enumerate(costs_us)}
         self.made: list[Runner] = []
         self.refusals: list[str] = []
-        first = Runner("0", self.clock, costs_us[0] or 0.0)
-        self.made.append(first)
+        self.alive_when_cleared: list[list[str]] = []
         self._others = [self._maker(str(place)) for place in range(1, len(costs_us))]
-        self.contest = Contest(first, Stopwatch(self.clock), lambda error: self.refusals.append(error.refusal.reason))
+        self.contest = Contest(
+            self._maker("0"),
+            INPUTS,
+            Stopwatch(self.clock),
+            lambda error: self.refusals.append(error.refusal.reason),
+            lambda: self.alive_when_cleared.append(self.alive()),
+        )
 
     def open(self) -> None:
         self.contest.open(self._others)
@@ -91,15 +96,18 @@ class Race:
         return make
 
 
-def test_the_fastest_wins_and_the_others_are_released() -> None:
+def test_the_fastest_wins_and_is_made_anew_alone() -> None:
     race = Race(10.0, 12.0, 7.0, 9.0)
     race.open()
-    race.run(100)
+    race.run(200)
     assert not race.contest.trying
+    assert race.contest.winner is race.made[-1]
     assert race.contest.winner.name == "2"
     assert race.contest.place == 2
     assert race.contest.times_us == (10.0, 12.0, 7.0, 9.0)
-    assert race.alive() == ["0", "2"]
+    assert [runner.name for runner in race.made] == ["0", "1", "2", "3", "2"]
+    assert race.alive() == ["2"]
+    assert race.alive_when_cleared == [[]]
     race.contest.release()
     assert race.alive() == []
 
@@ -122,7 +130,7 @@ def test_the_first_stays_where_the_difference_is_noise() -> None:
 def test_an_entrant_that_cannot_be_made_is_passed_over() -> None:
     race = Race(10.0, None, 5.0, None)
     race.open()
-    race.run(50)
+    race.run(150)
     assert race.refusals == ["no 1", "no 3"]
     assert race.contest.place == 2
     assert race.contest.times_us == (10.0, None, 5.0, None)
@@ -133,6 +141,7 @@ def test_where_none_can_be_made_the_first_stays() -> None:
     race.open()
     race.run(50)
     assert race.contest.place == 0
+    assert not race.contest.trying
 
 
 def test_a_single_entrant_is_never_timed() -> None:
@@ -141,13 +150,14 @@ def test_a_single_entrant_is_never_timed() -> None:
     race.run(2500)
     assert not race.contest.trying
     assert race.contest.times_us == (None,)
+    assert len(race.made) == 1
 
 
 def test_every_step_is_run_once() -> None:
     race = Race(10.0, 12.0, 7.0)
     race.open()
-    race.run(60)
-    assert sum(runner.calls for runner in race.made) == 60
+    race.run(150)
+    assert sum(runner.calls for runner in race.made) == 150
 
 
 def test_a_first_slow_replay_does_not_count() -> None:
@@ -156,35 +166,84 @@ def test_a_first_slow_replay_does_not_count() -> None:
     race.made[0].cost_us = 1000.0
     race.run(1)
     race.made[0].cost_us = 10.0
-    race.run(50)
+    race.run(150)
     assert race.contest.times_us == (10.0, 5.0)
+
+
+def test_a_device_that_became_faster_in_the_meantime_favours_no_one() -> None:
+    race = Race(10.0, 6.0)
+    race.open()
+    while len(race.made) < 2:
+        race.run(1)
+    race.made[0].cost_us = 5.0  # all ran slower when the first had its turn
+    race.run(150)
+    assert race.contest.place == 0
+    assert race.contest.times_us == (5.0, 6.0)
+
+
+def test_making_is_counted_once() -> None:
+    race = Race(10.0, 5.0)
+    race.open()
+    race.run(150)
+    assert race.contest.take_making_seconds() > 0
+    assert race.contest.take_making_seconds() == 0
+    race.run(10)
+    assert race.contest.take_making_seconds() == 0
+
+
+def test_a_winner_that_cannot_be_made_again_leaves_the_first() -> None:
+    race = Race(10.0, 5.0)
+    race.open()
+    while len(race.made) < 2:
+        race.run(1)
+    race.costs_us["1"] = None
+    race.run(150)
+    assert race.refusals == ["no 1"]
+    assert race.contest.place == 0
+    assert race.alive() == ["0"]
+
+
+def test_if_not_even_the_first_can_be_made_the_call_is_refused() -> None:
+    race = Race(10.0, 5.0)
+    race.open()
+    while len(race.made) < 2:
+        race.run(1)
+    race.costs_us.update({"0": None, "1": None})
+    with pytest.raises(RefusedError, match="no 0"):
+        race.run(150)
+    assert race.alive() == []
+    with pytest.raises(RefusedError, match="no 0"):
+        Race(None)
 
 
 def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 5.0)
     race.open()
-    race.run(100)
+    race.run(200)
     assert race.contest.place == 1
-    race.made[1].cost_us = 5.5
+    winner = race.contest.winner
+    winner.cost_us = 5.5
     race.run(100)
-    assert race.contest.place == 1
+    assert race.contest.winner is winner
     assert not race.contest.trying
-    race.made[1].cost_us = 20.0  # another process shares the device, say; a new one takes 5 again
-    race.run(100)
-    assert len(race.made) == 3
-    assert race.contest.winner is race.made[2]
-    assert [runner.released for runner in race.made] == [False, True, False]
+    winner.cost_us = 20.0  # another process shares the device, say; a new one takes 5 again
+    race.run(200)
+    assert race.contest.place == 1
+    assert race.contest.winner is not winner
+    assert winner.released
+    assert race.contest.times_us == (10.0, 5.0)
+    assert race.alive() == ["1"]
 
 
 def test_after_drift_an_entrant_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 5.0)
     race.open()
-    race.run(100)
+    race.run(200)
     race.costs_us["1"] = None
-    race.made[1].cost_us = 20.0
-    race.run(100)
+    race.contest.winner.cost_us = 20.0
+    race.run(200)
     assert race.contest.place == 0
     assert race.contest.times_us == (10.0, None)
     assert race.alive() == ["0"]
@@ -204,7 +263,7 @@ def test_replays_before_it_was_opened_do_not_count() -> None:
 def test_at_most_two_are_kept_beside_the_one_on_trial() -> None:
     race = Race(10.0, 8.0, 9.0, 7.0, 6.0)
     race.open()
-    for _ in range(100):
+    for _ in range(200):
         race.run(1)
         assert len(race.alive()) <= 3
-    assert race.alive() == ["0", "4"]
+    assert race.alive() == ["4"]
