@@ -90,11 +90,12 @@ class Chooser:
         self.refusal = refusal
         self.settled = True
 
-    def time_replay_again(self) -> None:
-        """Times the next replays against what eager took: they have become faster since."""
-        self._best.pop("replay", None)
-        self._seen["replay"] = 0
-        self._spent, self.settled = _PATIENCE_SECONDS, False
+    def reopen(self) -> None:
+        """Times both again: replays have changed since."""
+        if self._auto and self.refusal is None:
+            self._seen = {"eager": 0, "replay": 0}
+            self._best.clear()
+            self._spent, self.settled = 0.0, False
 
     def describe(self) -> tuple[str, str]:
         """The mode and its reason, as a `Status` gives them."""

@@ -27,7 +27,8 @@ class Recording:
         module: the graph.
         inputs: the tensors of the present call.
         stable: positions of inputs that stay the same tensors from call to call (parameters,
-            buffers, optimizer state); a replay uses them in place. All others are copied in.
+            buffers, optimizer state); a replay uses them in place. All others are copied in, but for those
+        in_place: positions of inputs that are used in place too, whose tensors may be others at the same addresses.
         config: `max_memory` and `compile` apply.
         pool: the memory pool, on a CUDA device.
         log: told when an option cannot be followed.
@@ -52,12 +53,14 @@ class Recording:
         warm_up: Sequence[torch.Tensor] | None = None,
         lowered: Lowered | None = None,
         on_release: Callable[[], None] | None = None,
+        in_place: Collection[int] = (),
     ) -> None:
         self._on_release = on_release
         device = inputs[0].device
-        copied = [position for position in range(len(inputs)) if position not in stable]
+        passed = [position for position in range(len(inputs)) if position not in stable]
+        copied = [position for position in passed if position not in in_place]
         mutated = dataflow.written_inputs(module.graph)
-        _refuse_inputs(inputs, copied, mutated, device)
+        _refuse_inputs(inputs, passed, mutated, device)
         _refuse_memory(module, inputs, copied, mutated, config)
         compile = config.compile
         if compile and (missing := refuse_inductor(device)) is not None:
@@ -107,9 +110,9 @@ class Recording:
 
 
 def _refuse_inputs(
-    inputs: Sequence[torch.Tensor], copied: Sequence[int], mutated: dict[int, fx.Node], device: torch.device
+    inputs: Sequence[torch.Tensor], passed: Sequence[int], mutated: dict[int, fx.Node], device: torch.device
 ) -> None:
-    for position in copied:
+    for position in passed:
         if position in mutated:
             node = mutated[position]
             raise RefusedError(Refusal(f"{node.target} writes to an argument of the step", node.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from kitsune.execution.timed import measure_spans
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop import planning
 from kitsune.loop.accumulation import Accumulators
+from kitsune.loop.by_address import ByAddress, Record
 from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planning import Planned
@@ -31,8 +32,12 @@ from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
 from kitsune.plan.plan import Span
+from kitsune.schedule.cost import copies_us
 from kitsune.status import ScheduleTime
 from kitsune.timing.stopwatch import stopwatch
+
+# What copies must take of a step before others are recorded that do without them.
+_WORTHWHILE = 0.003
 
 
 class WholeStep(GuardedStep):
@@ -64,7 +69,7 @@ class WholeStep(GuardedStep):
         self._pool, self._memory = pool, memory
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
         self._program: StepProgram | None = None
-        self._contest: Contest[Recording] | None = None
+        self._contest: Contest[ByAddress] | None = None
         self._in_order: Planned | None = None
         self._challengers: tuple[Planned, ...] | None = None
         self._trained: list[torch.nn.Parameter] = []
@@ -171,12 +176,25 @@ class WholeStep(GuardedStep):
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         inputs = [*flat, *program.state]
         device = inputs[0].device
-        first = partial(Recording, program.module, **self._conditions(program))
-        clear = partial(_clear, self._memory, device)
-        self._contest = Contest(first, inputs, stopwatch(device), self._log.do_without, clear)
+        self._contest = Contest(
+            self._maker(program, partial(Recording, program.module, **self._conditions(program))),
+            inputs,
+            stopwatch(device),
+            self._log.do_without,
+            partial(_clear, self._memory, device),
+        )
         self._program = program
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
+
+    def _maker(self, program: StepProgram, record: Record) -> Callable[[Sequence[torch.Tensor]], ByAddress]:
+        def make(inputs: Sequence[torch.Tensor]) -> ByAddress:
+            copied = [position for position in range(len(inputs)) if position not in stable]
+            tensors = [inputs[position] for position in copied]
+            return ByAddress(record, inputs, copied, partial(_copies_matter, chooser, copies_us(tensors)))
+
+        stable, chooser = program.stable, self.chooser  # not `self`: the contest is the step's own
+        return make
 
     def _conditions(self, program: StepProgram) -> dict[str, Any]:
         return {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
@@ -187,7 +205,7 @@ class WholeStep(GuardedStep):
             self._in_order = planning.in_order(self._program.module, self._trained[0].device)
         return self._in_order, *(self._challengers or ())
 
-    def _replay_fastest(self, contest: Contest[Recording], inputs: Sequence[torch.Tensor]) -> Outputs:
+    def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
         if self._may_use_streams():
             self._consider_streams(contest, inputs)
         was_trying = contest.trying
@@ -197,8 +215,8 @@ class WholeStep(GuardedStep):
             self._drop()
             raise
         self.setup_seconds += contest.take_making_seconds()
-        if was_trying and not contest.trying and contest.place:
-            self.chooser.time_replay_again()
+        if was_trying and not contest.trying:
+            self.chooser.reopen()
         return outputs
 
     def _measure_spans(self, place: int, inputs: Sequence[torch.Tensor]) -> Sequence[Span]:
@@ -217,7 +235,7 @@ class WholeStep(GuardedStep):
             return False
         return self._config.max_streams() > 1 and refuse_streams(self._trained[0].device) is None
 
-    def _consider_streams(self, contest: Contest[Recording], inputs: Sequence[torch.Tensor]) -> None:
+    def _consider_streams(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> None:
         """Lets plans on several streams try to be faster than the one in order."""
         program = self._program
         assert program is not None
@@ -231,7 +249,7 @@ class WholeStep(GuardedStep):
             self._log.do_without(Refusal(reason))
         self.setup_seconds += time.perf_counter() - started
         record = partial(_record_challenger, self._memory, self._conditions(program))
-        contest.open([partial(record, planned) for planned in self._challengers])
+        contest.open([self._maker(program, partial(record, planned)) for planned in self._challengers])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)
@@ -278,8 +296,19 @@ def _clear(memory: MemoryPool, device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def _copies_matter(chooser: Chooser, us: float) -> bool:
+    """Whether `us` microseconds of copies are worth more recordings, which take as long to make as many steps."""
+    seconds = chooser.replay_seconds
+    return seconds is not None and us * 1e-6 >= _WORTHWHILE * seconds
+
+
 def _record_challenger(
-    memory: MemoryPool, conditions: Mapping[str, Any], planned: Planned, inputs: Sequence[torch.Tensor]
+    memory: MemoryPool,
+    conditions: Mapping[str, Any],
+    planned: Planned,
+    inputs: Sequence[torch.Tensor],
+    *,
+    in_place: Collection[int],
 ) -> Recording:
     """Records a plan in an arena that it shares with the steps of the same loop.
 
@@ -292,7 +321,8 @@ def _record_challenger(
         raise RefusedError(Refusal("there is too little device memory for a plan on several streams")) from error
     give_back = partial(memory.give, arena)
     try:
-        return Recording(planned.module, inputs, lowered=planned.lowered(arena), on_release=give_back, **conditions)
+        lowered = planned.lowered(arena)
+        return Recording(planned.module, inputs, lowered=lowered, on_release=give_back, in_place=in_place, **conditions)
     except BaseException:
         give_back()
         raise

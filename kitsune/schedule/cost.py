@@ -103,6 +103,15 @@ def measured_cost(job: Work, limits: DeviceLimits, us: float, gap_us: float) -> 
     return Cost(max(us - gap_us, _LEAST_US), share, _bound(memory_us, compute_us, limits))
 
 
+def copies_us(tensors: Sequence[torch.Tensor]) -> float:
+    """Estimated microseconds of copying each of `tensors`, all of one device, to another place on it."""
+    if not tensors:
+        return 0.0
+    limits = device_limits(tensors[0].device)
+    num_bytes = 2 * sum(tensor.nbytes for tensor in tensors)
+    return len(tensors) * limits.launch_us + num_bytes / limits.bytes_per_s * 1e6
+
+
 def _roofline_us(job: Work, limits: DeviceLimits) -> tuple[float, float]:
     """Microseconds of the memory traffic and of the arithmetic, at the device's limits."""
     rate = limits.flops_per_s(job.dtype, convolution=job.convolution)

@@ -108,7 +108,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         self.executor = StaticMemory(
             self.executor,
             inputs,
-            copied=[position for position in range(len(inputs)) if position not in stable],
+            copied=[
+                position
+                for position in range(len(inputs))
+                if position not in stable and position not in more.get("in_place", ())
+            ],
             mutated=dataflow.written_inputs(module.graph),
             pool=more["pool"],
             warm_up=more.get("warm_up"),

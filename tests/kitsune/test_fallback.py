@@ -48,6 +48,31 @@ def drive(chooser: Chooser, clock: Clock, cost: Callable[[str], float], steps: i
     return choices
 
 
+def test_reopened_it_times_both_again(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 0.5)
+    chooser.reopen()
+    assert not chooser.settled
+    choices = drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 0.25)
+    assert {"eager", "replay"} == set(choices)
+    assert (chooser.eager_seconds, chooser.replay_seconds) == (2.0, 0.25)
+    chooser.reopen()
+    drive(chooser, clock, lambda choice: 0.1 if choice == "eager" else 0.25)
+    assert chooser.refusal is not None
+    chooser.reopen()
+    assert chooser.settled
+    assert chooser.next() == "eager"
+
+
+@pytest.mark.parametrize("mode", ["replay", "eager"])
+def test_where_nothing_is_timed_nothing_is_timed_again(mode: fallback.Mode, clock: Clock) -> None:
+    chooser = Chooser(mode, clock.synchronize)
+    choices = drive(chooser, clock, lambda _: 1.0)
+    chooser.reopen()
+    assert chooser.settled
+    assert chooser.next() == choices[-1]
+
+
 def test_auto_keeps_the_faster_replay(clock: Clock) -> None:
     chooser = Chooser("auto", clock.synchronize)
     choices = drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 0.5)

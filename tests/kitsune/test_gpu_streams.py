@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.on_streams import OnStreams
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
-from kitsune.loop import planning
+from kitsune.loop import by_address, planning, whole_step
 from kitsune.loop.contest import Contest
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
@@ -301,7 +301,8 @@ def _streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("replay_is_faster", "_streams_win")
 def test_a_thousand_steps_allocate_nothing_but_their_losses() -> None:
-    module, loss_fn, ((x, y), *_) = workload("lenet")
+    module, loss_fn, batches = workload("lenet")
+    x, y = batches[0]
     optimizer = torch.optim.Adam(module.parameters(), fused=True)
     step = kitsune.TrainStep(module, loss_fn, optimizer, mode="auto", num_streams=NUM_STREAMS)
     settle(step, x, y)
@@ -366,6 +367,44 @@ def test_training_steps_that_are_released_leave_no_memory_behind() -> None:
 
     _, before, *after = [once() for _ in range(4)]
     assert after == [before, before]
+
+
+# Inputs
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_prefetched_batches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefetcher's copies go to few places, and the replays read there."""
+    replayed: list[bool] = []
+    recorded = Recording.__init__
+    replay = Recording.__call__
+
+    def record(recording: Recording, *args: Any, in_place: Collection[int] = (), **more: Any) -> None:
+        recording.reads_in_place = bool(in_place)  # type: ignore[attr-defined]
+        recorded(recording, *args, in_place=in_place, **more)
+
+    def count(recording: Recording, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        replayed.append(recording.reads_in_place)  # type: ignore[attr-defined]
+        return replay(recording, inputs)
+
+    monkeypatch.setattr(Recording, "__init__", record)
+    monkeypatch.setattr(Recording, "__call__", count)
+    monkeypatch.setattr(by_address, "_SIGHTINGS", 10)
+    loader = [models.build("mlp", seed=0).batch(64, index=index) for index in range(400)]
+
+    def train(reads_in_place: bool) -> list[Tensor]:
+        monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: reads_in_place)
+        module, loss_fn, _ = workload("mlp")
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, fused=True)
+        step = kitsune.TrainStep(module, loss_fn, optimizer, mode="auto", num_streams=1)
+        losses = [step(x, y) for x, y in kitsune.prefetch(loader, CUDA)]
+        return [torch.stack(losses), *(parameter.detach().clone() for parameter in module.parameters())]
+
+    copied = train(reads_in_place=False)
+    assert not any(replayed)
+    for found, wanted in zip(train(reads_in_place=True), copied, strict=True):
+        assert torch.equal(found, wanted)
+    assert all(replayed[-100:]), f"{replayed.count(True)} of {len(replayed)} replays read in place"
 
 
 # Failures

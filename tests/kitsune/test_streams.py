@@ -29,6 +29,7 @@ from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
 STEPS = 160
+EAGER = 10  # before the first capture, and again after the trials
 
 
 def costs_of_a_gpu(module: fx.GraphModule, graph: TaskGraph, _inputs: object) -> Costs:
@@ -60,8 +61,8 @@ def build(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], tu
 
 
 def train(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **options: Any) -> Training:
-    options = {"mode": "auto", "num_streams": NUM_STREAMS, **options}
-    return compare("train_step", build(make), steps=STEPS, replays=STEPS - 5, **options)
+    options = {"mode": "auto", "num_streams": NUM_STREAMS, "replays": STEPS - EAGER, **options}
+    return compare("train_step", build(make), steps=STEPS, **options)
 
 
 def test_streams_are_the_default_where_they_can_be_measured() -> None:
@@ -143,7 +144,13 @@ def test_a_change_in_the_middle_of_the_trials_starts_anew(favour: Callable[[int]
 
     favour(1)
     training = compare(
-        "train_step", build(adam), steps=STEPS, edit=edit, replays=STEPS - 6, mode="auto", num_streams=NUM_STREAMS
+        "train_step",
+        build(adam),
+        steps=STEPS,
+        edit=edit,
+        replays=STEPS - EAGER - 1,
+        mode="auto",
+        num_streams=NUM_STREAMS,
     )
     assert training.status().schedules[1].chosen
 
@@ -168,7 +175,13 @@ def test_tasks_are_timed_without_a_trace(place: int, favour: Callable[[int], Non
     plans: list[Any] = []
     favour(place)
     compare(
-        "train_step", build(adam), steps=STEPS, edit=measure, replays=STEPS - 5, mode="auto", num_streams=NUM_STREAMS
+        "train_step",
+        build(adam),
+        steps=STEPS,
+        edit=measure,
+        replays=STEPS - EAGER,
+        mode="auto",
+        num_streams=NUM_STREAMS,
     )
     (plan,) = plans
     assert len(plan.measured_spans) == len(plan.graph.tasks)

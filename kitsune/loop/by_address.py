@@ -1,0 +1,98 @@
+"""Replays that read their inputs where they lie, as far as these keep coming from the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import torch
+
+from kitsune.errors import RefusedError
+from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.in_order import InOrder, Outputs
+from kitsune.loop.recording import Recording
+
+# Batches in a ring (of a prefetcher, of an allocator that hands out what was just given back) come back to few places.
+_MOST_PLACES = 8
+_SIGHTINGS = 100
+
+
+class Record(Protocol):
+    """Records a step."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor], *, in_place: Collection[int]) -> Recording:
+        """A recording for `inputs`, which are copied in at each replay but for those at the positions `in_place`.
+
+        Raises:
+            RefusedError: it cannot be recorded.
+        """
+
+
+class ByAddress:
+    """A recorded step that copies its inputs in, beside others of the same step for inputs at certain addresses.
+
+    The loop decides where its batches lie. Where they come back to at most 8 places, each gets a recording of its
+    own, which reads them there. It is replayed only with tensors that lie where it reads, so it sees what a kernel
+    launched in its place would see, and their memory is used again only as after such a kernel. The recordings share
+    the memory of all that they compute.
+
+    Args:
+        record: makes the recordings.
+        inputs: of the present step.
+        copied: the positions of inputs that are new tensors at each step.
+        is_worthwhile: whether copies take enough of a step for more recordings; asked once, when batches have come
+            back to a place often.
+
+    Raises:
+        RefusedError: not even the recording that copies can be made.
+    """
+
+    def __init__(
+        self, record: Record, inputs: Sequence[torch.Tensor], copied: Collection[int], is_worthwhile: Callable[[], bool]
+    ) -> None:
+        self._record, self._copied, self._is_worthwhile = record, sorted(copied), is_worthwhile
+        self._copying = record(inputs, in_place=())
+        self._at: dict[tuple[int, ...], Recording] = {}
+        self._sightings: dict[tuple[int, ...], int] = {}
+        self._looking = self.executor.keeps_outputs  # others use their inputs where they lie anyway
+
+    @property
+    def executor(self) -> InOrder | CudaGraph:
+        """What runs the step where inputs are copied."""
+        return self._copying.executor
+
+    def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """As `Recording.fits`."""
+        return self._copying.fits(inputs)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
+        if not self._looking and not self._at:
+            return self._copying(inputs)
+        place = tuple(inputs[position].data_ptr() for position in self._copied)
+        recording = self._at.get(place)
+        if recording is None and self._looking:
+            recording = self._look(place, inputs)
+        return (recording or self._copying)(inputs)
+
+    def release(self) -> None:
+        """Gives the memory of all recordings back."""
+        for recording in (self._copying, *self._at.values()):
+            recording.release()
+        self._at.clear()
+
+    def _look(self, place: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> Recording | None:
+        """Counts a sighting; a recording for `place` if there have been enough."""
+        self._sightings[place] = self._sightings.get(place, 0) + 1
+        if len(self._sightings) > _MOST_PLACES:
+            self._looking = False
+        if self._sightings[place] < _SIGHTINGS or not self._looking:
+            return None
+        if not self._at and not self._is_worthwhile():
+            self._looking = False
+            return None
+        try:
+            recording = self._at[place] = self._record(inputs, in_place=self._copied)
+        except RefusedError:  # the others serve as well
+            self._looking = False
+            return None
+        return recording

@@ -1,0 +1,158 @@
+"""Which recording replays a step, by where its inputs lie."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitsune.errors import Refusal, RefusedError
+from kitsune.loop import by_address, whole_step
+from kitsune.loop.by_address import ByAddress
+from kitsune.loop.recording import Recording
+from tests.kitsune import static_memory
+from tests.kitsune.training import batch, compare
+
+SIGHTINGS = 5
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_address, "_SIGHTINGS", SIGHTINGS)
+
+
+class Fake:
+    """A recording: returns its number, and demands inputs that lie where it reads."""
+
+    def __init__(self, number: int, inputs: Sequence[Tensor], in_place: Collection[int], keeps_outputs: bool) -> None:
+        self.number, self.in_place, self.released = number, list(in_place), False
+        self.executor = SimpleNamespace(keeps_outputs=keeps_outputs)
+        self._places = {position: inputs[position].data_ptr() for position in in_place}
+
+    def __call__(self, inputs: Sequence[Tensor]) -> int:
+        assert not self.released
+        assert all(inputs[position].data_ptr() == place for position, place in self._places.items())
+        return self.number
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
+
+
+class Records:
+    """Makes fakes, as many as it may."""
+
+    def __init__(self, most: int = 100, keeps_outputs: bool = True) -> None:
+        self.made: list[Fake] = []
+        self._most, self._keeps_outputs = most, keeps_outputs
+
+    def __call__(self, inputs: Sequence[Tensor], *, in_place: Collection[int]) -> Any:
+        if len(self.made) == self._most:
+            raise RefusedError(Refusal("too little memory"))
+        self.made.append(Fake(len(self.made), inputs, in_place, self._keeps_outputs))
+        return self.made[-1]
+
+
+WEIGHT = torch.zeros(1)
+ASKED: list[None] = []
+
+
+def replays(records: Records, worthwhile: bool = True) -> ByAddress:
+    ASKED.clear()
+    return ByAddress(records, [torch.zeros(1), WEIGHT], [0], lambda: (ASKED.append(None), worthwhile)[1])
+
+
+def ring(size: int) -> Iterator[list[Tensor]]:
+    buffers = [torch.zeros(1) for _ in range(size)]
+    for index in range(1000):
+        yield [buffers[index % size], WEIGHT]
+
+
+def run(step: ByAddress, batches: Iterator[list[Tensor]], steps: int) -> list[Any]:
+    return [step(next(batches)) for _ in range(steps)]
+
+
+def test_places_that_come_back_get_recordings_of_their_own() -> None:
+    records = Records()
+    step, batches = replays(records), ring(3)
+    assert run(step, batches, 3 * (SIGHTINGS - 1)) == [0] * 12
+    assert run(step, batches, 6) == [1, 2, 3, 1, 2, 3]
+    assert [made.in_place for made in records.made] == [[], [0], [0], [0]]
+    assert step([torch.ones(1), WEIGHT]) == 0
+    assert len(ASKED) == 1
+    step.release()
+    assert all(made.released for made in records.made)
+
+
+def test_many_places_are_copied_from() -> None:
+    records = Records()
+    step = replays(records)
+    assert set(run(step, ring(by_address._MOST_PLACES + 1), 300)) == {0}
+    assert len(records.made) == 1
+
+
+def test_a_new_place_now_and_then_leaves_the_others_as_they_are() -> None:
+    records = Records()
+    step, batches = replays(records), ring(2)
+    run(step, batches, 2 * SIGHTINGS)
+    kept = [torch.ones(1) for _ in range(50)]
+    assert {step([tensor, WEIGHT]) for tensor in kept} == {0}
+    assert run(step, batches, 2) == [1, 2]
+
+
+def test_where_copies_cost_little_they_stay() -> None:
+    records = Records()
+    step = replays(records, worthwhile=False)
+    assert set(run(step, ring(1), 100)) == {0}
+    assert (len(records.made), len(ASKED)) == (1, 1)
+
+
+def test_where_no_more_can_be_recorded_the_others_serve() -> None:
+    records = Records(most=2)
+    step = replays(records)
+    assert set(run(step, ring(3), 100)) == {0, 1}
+    assert len(records.made) == 2
+
+
+def test_an_executor_that_copies_nothing_is_left_alone() -> None:
+    records = Records(keeps_outputs=False)
+    assert set(run(replays(records), ring(1), 100)) == {0}
+    assert (len(records.made), len(ASKED)) == (1, 0)
+
+
+def test_copies_matter_by_their_share_of_a_replay() -> None:
+    chooser: Any = SimpleNamespace(replay_seconds=1e-3)
+    assert whole_step._copies_matter(chooser, 4.0)
+    assert not whole_step._copies_matter(chooser, 2.0)
+    assert not whole_step._copies_matter(SimpleNamespace(replay_seconds=None), 2.0)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_training_that_reads_in_place_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches lie in three buffers, which are written again and again; some come from elsewhere."""
+    places: list[Collection[int]] = []
+    record = Recording.__init__
+
+    def count(recording: Recording, *args: Any, in_place: Collection[int] = (), **more: Any) -> None:
+        places.append(in_place)
+        record(recording, *args, in_place=in_place, **more)
+
+    monkeypatch.setattr(Recording, "__init__", count)
+    static_memory.install(monkeypatch)
+    monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: True)
+    buffers = [batch(index)[0] for index in range(3)]
+
+    def batches(index: int) -> Any:
+        (x, y), _ = batch(index)
+        if index % 7 == 6:
+            return (x, y), {}
+        for buffer, fresh in zip(buffers[index % 3], (x, y), strict=True):
+            buffer.copy_(fresh)
+        return buffers[index % 3], {}
+
+    compare("train_step", steps=60, batches=batches, replays=55, mode="auto")
+    assert [len(positions) for positions in places] == [0, 2, 2, 2]
