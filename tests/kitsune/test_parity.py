@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,18 @@ from torch import Tensor
 
 import kitsune
 import models
+from kitsune.loop import contest, planning
+from tests.kitsune.test_streams import costs_of_a_gpu
 
 FORMS = ("train_step", "drop_in")
+ACCURATE_FORMS = (*FORMS, "streams")  # the last is `TrainStep` by a plan on several streams
 PRECISIONS = ("fp32", "amp")
 BATCH_SIZES = {
     "cpu": {"mlp": 16, "lenet": 16, "resnet18": 2},
     "cuda": {"mlp": 64, "lenet": 64, "resnet18": 32},
 }
 WARM_UP_STEPS = 3
+MOST_TRIALS = 60
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Trainee:
             self.train_step = kitsune.TrainStep(
                 self.model, self.workload.loss_fn, self.plain, mode="replay", enable_amp=self.amp
             )
+        elif form == "streams":
+            self.train_step = kitsune.TrainStep(
+                self.model, self.workload.loss_fn, self.plain, num_streams=4, enable_amp=self.amp
+            )
         elif form == "drop_in":
             self.optimizer = kitsune.KitsuneOptimizer(self.plain, mode="replay")
 
@@ -65,6 +74,20 @@ class Trainee:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+    def warm_up(self) -> None:
+        """Steps until replays go on as they will."""
+        for index in range(WARM_UP_STEPS):
+            self.step(index)
+        if self.form != "streams":
+            return
+        assert self.train_step is not None
+        for _ in range(MOST_TRIALS):
+            self.step(0)
+            plan = self.train_step.plan()
+            if self.train_step.status().mode == "replay" and plan is not None and plan.schedule.num_streams > 1:
+                return
+        pytest.fail(f"no plan on several streams came to be used:\n{self.train_step.status()}")
 
     def replays(self) -> int:
         source = self.train_step if self.train_step is not None else self.optimizer
@@ -132,8 +155,7 @@ def check_accuracy(name: str, precision: str, form: str, device: torch.device, s
     states = states_of_a_run(name, device, steps)
     eager, trainee = (Trainee(name, kind, precision, device) for kind in ("eager", form))
     trainee.save()
-    for index in range(WARM_UP_STEPS):
-        trainee.step(index)
+    trainee.warm_up()
     for index in steps:
         exact = exact_step(name, device, steps, index)
         before = trainee.replays()
@@ -168,8 +190,23 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.fixture
+def streams_win(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the form "streams" the plan wins that is predicted to be the fastest on several streams, after few trials."""
+    if request.node.callspec.params["form"] != "streams":
+        return
+    request.getfixturevalue("replay_is_faster")
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
+    for name, value in (("_UNTIMED", 0), ("_SAMPLES", 1), ("_RUNOFF_TURNS", 1)):
+        monkeypatch.setattr(contest, name, value)
+    if request.node.callspec.params["device"] == "cpu":
+        monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)
+        monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+
+
+@pytest.mark.usefixtures("deterministic", "streams_win")
+@pytest.mark.parametrize("form", ACCURATE_FORMS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", models.names())
 def test_a_replayed_step_is_as_accurate_as_an_eager_one(
@@ -180,8 +217,8 @@ def test_a_replayed_step_is_as_accurate_as_an_eager_one(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("deterministic", "streams_win")
+@pytest.mark.parametrize("form", ACCURATE_FORMS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", models.names())
 def test_a_replayed_step_is_as_accurate_late_in_a_run(
