@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ from torch.utils import _pytree as pytree
 # PyTorch hands the same streams out again and again, 32 of each priority. With a priority that is used for nothing
 # else, no copy gets onto a stream on which another thread is recording a CUDA graph.
 _PRIORITY = -2
+
+_NUM_STREAMS = 4
 
 
 @dataclass(frozen=True)
@@ -35,28 +38,34 @@ def no_copies(leaves: Sequence[Any]) -> Sent:
 
 
 class CudaCopies:
-    """Copies plain CPU tensors to one CUDA device, through pinned memory, on a stream of its own.
+    """Copies plain CPU tensors to one CUDA device, through pinned memory, on streams of its own.
 
     No buffer is rewritten too early, because torch's allocators see to both kinds. Pinned memory is given out again
-    when the copies from it have ended. Device memory goes back to this stream, and is given out again when all that
+    when the copies from it have ended. Device memory goes back to its stream, and is given out again when all that
     the receiving streams had been asked to do, by the time the last reference was dropped, has ended.
+
+    The tensors of a batch take turns on the streams. So each has memory of its own stream, where torch's allocator
+    gives equal sizes the same few places again and again, and batches of few tensors the same few combinations.
 
     Attributes:
         device: the target, with its index.
-        stream: where the copies run.
+        streams: where the copies run.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=_PRIORITY)
+        self.streams = [torch.cuda.Stream(device, priority=_PRIORITY) for _ in range(_NUM_STREAMS)]
 
     def __call__(self, leaves: Sequence[Any]) -> Sent:
         events = []
         if any(isinstance(leaf, Tensor) and leaf.device == self.device for leaf in leaves):
             events.append(torch.cuda.current_stream(self.device).record_event())  # where the loader computed it
-        with torch.cuda.stream(self.stream):
-            sent = [self._copy(leaf) if _is_plain(leaf, torch.device("cpu")) else leaf for leaf in leaves]
-            events.append(self.stream.record_event())
+        sent = list(leaves)
+        copied = [place for place, leaf in enumerate(leaves) if _is_plain(leaf, torch.device("cpu"))]
+        for place, stream in zip(copied, itertools.cycle(self.streams)):
+            with torch.cuda.stream(stream):
+                sent[place] = self._copy(sent[place])
+        events += [stream.record_event() for stream in self.streams[: len(copied)]]
         return Sent(sent, partial(self._receive, sent, events))
 
     def _copy(self, tensor: Tensor) -> Tensor:

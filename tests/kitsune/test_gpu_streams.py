@@ -390,21 +390,26 @@ def test_prefetched_batches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Recording, "__init__", record)
     monkeypatch.setattr(Recording, "__call__", count)
     monkeypatch.setattr(by_address, "_SIGHTINGS", 10)
-    loader = [models.build("mlp", seed=0).batch(64, index=index) for index in range(400)]
+    workload_on_cpu = models.build("mlp", seed=0)
+    loader = [workload_on_cpu.batch(64, index=index) for index in range(400)]
+    places: set[tuple[int, int]] = set()
 
     def train(reads_in_place: bool) -> list[Tensor]:
         monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: reads_in_place)
         module, loss_fn, _ = workload("mlp")
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, fused=True)
         step = kitsune.TrainStep(module, loss_fn, optimizer, mode="auto", num_streams=1)
-        losses = [step(x, y) for x, y in kitsune.prefetch(loader, CUDA)]
+        losses = []
+        for x, y in kitsune.prefetch(loader, CUDA):
+            places.add((x.data_ptr(), y.data_ptr()))
+            losses.append(step(x, y))
         return [torch.stack(losses), *(parameter.detach().clone() for parameter in module.parameters())]
 
     copied = train(reads_in_place=False)
     assert not any(replayed)
     for found, wanted in zip(train(reads_in_place=True), copied, strict=True):
         assert torch.equal(found, wanted)
-    assert all(replayed[-100:]), f"{replayed.count(True)} of {len(replayed)} replays read in place"
+    assert all(replayed[-100:]), f"{replayed.count(True)} of {len(replayed)} read in place, of {len(places)} places"
 
 
 # Failures

@@ -46,6 +46,30 @@ def equal(seen: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(mine.cpu(), other) for mine, other in zip(seen, expected, strict=True))
 
 
+class Delayed(CudaCopies):
+    """Copies that take long."""
+
+    def __call__(self, leaves: Sequence[Any]) -> Sent:
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(SHORT)
+        return super().__call__(leaves)
+
+
+class Unawaited(Delayed):
+    """Hands batches out without waiting for their copies."""
+
+    def _receive(self, sent: Sequence[Any], events: Sequence[torch.cuda.Event]) -> None:
+        super()._receive(sent, [])
+
+
+class Unrecorded(CudaCopies):
+    """Does not tell the allocator who reads the batches."""
+
+    def _receive(self, sent: Sequence[Any], events: Sequence[torch.cuda.Event]) -> None:
+        super()._receive([], events)
+
+
 # Races
 
 
@@ -75,6 +99,14 @@ def test_batches_that_are_kept_stay_as_they_are() -> None:
     assert len({batch.data_ptr() for batch in kept}) == 100
 
 
+@pytest.mark.parametrize("kind", [Delayed, Unawaited])
+def test_every_tensor_of_a_batch_is_awaited(kind: type[CudaCopies], cuda: torch.device) -> None:
+    batches = [tuple(images(6)) for _ in range(10)]
+    seen = [[tensor.clone() for tensor in batch] for batch in Prefetch(batches, cuda, 2, kind(cuda))]
+    alike = [equal(mine, batch) for mine, batch in zip(seen, batches, strict=True)]
+    assert all(alike) == (kind is Delayed)
+
+
 def test_what_the_user_writes_stays_written() -> None:
     batches = images(20)
     kept = [batch.add_(1) for batch in kitsune.prefetch(batches, "cuda")]
@@ -94,29 +126,6 @@ def test_a_loader_may_compute_on_the_device(cuda: torch.device) -> None:
             seen = [(doubled.clone(), batch.clone()) for doubled, batch in reading]
             assert equal([doubled for doubled, _ in seen], [batch * 2 for batch in images(20)])
             assert equal([batch for _, batch in seen], images(20))
-
-
-class Delayed(CudaCopies):
-    """Copies that take long."""
-
-    def __call__(self, leaves: Sequence[Any]) -> Sent:
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(SHORT)
-        return super().__call__(leaves)
-
-
-class Unawaited(Delayed):
-    """Hands batches out without waiting for their copies."""
-
-    def _receive(self, sent: Sequence[Any], events: Sequence[torch.cuda.Event]) -> None:
-        super()._receive(sent, [])
-
-
-class Unrecorded(CudaCopies):
-    """Does not tell the allocator who reads the batches."""
-
-    def _receive(self, sent: Sequence[Any], events: Sequence[torch.cuda.Event]) -> None:
-        super()._receive([], events)
 
 
 @pytest.mark.parametrize(("kind", "right"), [(Delayed, True), (Unawaited, False), (Unrecorded, False)])
@@ -157,7 +166,7 @@ def test_copies_run_while_the_device_computes(cuda: torch.device) -> None:
     computing.set()
     for _ in range(3):  # the batch in hand, and the two ahead of it
         assert sent.acquire(timeout=TIMEOUT_S)
-    copies.stream.synchronize()
+    copies.streams[0].synchronize()
     assert not computed.query()
 
 
