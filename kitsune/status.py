@@ -18,7 +18,8 @@ class ScheduleTime:
         strategy: how it was made: `"in order"`, `"chains"` or `"list"`.
         num_streams: the streams that it uses.
         predicted_us: simulated microseconds of a step.
-        measured_us: the median of some steps on the device; None where it was not measured.
+        measured_us: the median time of some steps in the user's loop, so never less than the host takes; None where
+            it was not measured.
         chosen: whether it is in use.
     """
 

@@ -94,6 +94,12 @@ class _StepMirror:
             self.value = value
         return True
 
+    def advance(self) -> None:
+        """Counts a step, on the host: the graph has counted on the device."""
+        self.value += 1
+        for count in self._counts:
+            count.value = self.value
+
 
 class Binding:
     """The tensors of `optimizer` that an update of `params` reads and writes.
@@ -135,6 +141,8 @@ class Binding:
         self._selection = self._select()
         self._slots = self._make_slots()
         self._watched = self._watch()
+        self._state_tensors = [tensor for _, tensors in self._watched for _, tensor in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._state_tensors]
         self._write_scalars()
 
     @staticmethod
@@ -185,9 +193,13 @@ class Binding:
         if self._select() != self._selection:
             return CONSTANTS if self.style == "fused" else "the optimizer's options"
         states = self._optimizer.state
-        for param, name, tensor, address in self._watched:
-            if states[param].get(name) is not tensor or tensor.data_ptr() != address:
-                return "the optimizer's state"
+        for param, tensors in self._watched:
+            state = states[param]
+            for name, tensor in tensors:
+                if state.get(name) is not tensor:
+                    return "the optimizer's state"
+        if [tensor.data_ptr() for tensor in self._state_tensors] != self._addresses:
+            return "the optimizer's state"
         if not all(mirror.refresh() for mirror in self._mirrors.values()):
             return "the optimizer's step counts"
         self._write_scalars()
@@ -198,11 +210,9 @@ class Binding:
         note_step(self._optimizer)
         if skipped:
             return
-        if self._host_steps:
-            torch._foreach_add_(self._host_steps, 1)
-            for mirror in self._mirrors.values():
-                mirror.value += 1
-        torch.autograd.graph.increment_version(self.params)
+        for mirror in self._mirrors.values():
+            mirror.advance()
+        torch.autograd.graph.increment_version([*self.params, *self._host_steps])
 
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
@@ -251,13 +261,12 @@ class Binding:
                 slots += self._split(_Slot(index, params, state, steps, self._make_scalars(group, params[0].device)))
         return slots
 
-    def _watch(self) -> list[tuple[torch.nn.Parameter, str, torch.Tensor, int]]:
+    def _watch(self) -> list[tuple[torch.nn.Parameter, list[tuple[str, torch.Tensor]]]]:
+        """The state of each parameter, by name."""
         watched = []
         for slot in self._slots:
             names = (*slot.state, "step") if slot.steps else tuple(slot.state)
-            for param in slot.params:
-                tensors = [(name, self._state(param, name)) for name in names]
-                watched += [(param, name, tensor, tensor.data_ptr()) for name, tensor in tensors]
+            watched += [(param, [(name, self._state(param, name)) for name in names]) for param in slot.params]
         return watched
 
     def _split(self, slot: _Slot) -> list[_Slot]:

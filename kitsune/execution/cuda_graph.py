@@ -163,3 +163,9 @@ def _own_workspaces() -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def free_caches() -> None:
+    """Gives back the memory that torch's allocator and cuBLAS keep for later use by eager operators."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

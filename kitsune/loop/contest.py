@@ -18,6 +18,7 @@ from kitsune.timing.stopwatch import Stopwatch
 # The first replay of a graph uploads it to the device.
 _UNTIMED = 2
 _SAMPLES = 7
+_TURN = _UNTIMED + _SAMPLES + 1
 
 # The fastest of all meets the first entrant again, in turns, so that a device that changes its pace favours neither.
 _RUNOFF_TURNS = 4
@@ -46,14 +47,15 @@ Maker = Callable[[Sequence[torch.Tensor]], E]
 class Contest(Generic[E]):
     """Replays a step by the fastest of several entrants.
 
-    Once opened, each in turn replays some of the user's own steps and is timed; the fastest replays all
-    later ones. It is made anew for that, alone, so that no memory of the trials is kept. It is timed
-    again now and then: when it has become much slower than it was, the trials are repeated.
+    Once opened, each in turn replays some of the user's own steps and the loop is timed; the fastest replays
+    all later ones. Where the host is slower than the device, all are as fast, and the first stays. The fastest
+    is made anew, alone, so that no memory of the trials is kept. The loop is timed again now and then: when it
+    has become much slower than it was, the trials are repeated; the next time they are, later.
 
     Args:
         first: makes the first entrant, at once; it stays where no other is clearly faster.
         inputs: of the present step.
-        stopwatch: times the replays.
+        stopwatch: times the loop.
         refused: told why an entrant could not be made.
         clear: frees what released entrants have left.
 
@@ -78,6 +80,7 @@ class Contest(Generic[E]):
         self._samples: dict[int, list[float]] = {}
         self._is_runoff = False
         self._replays = 0
+        self._probe_every = _PROBE_EVERY
         self._making_seconds = 0.0
         self.trying = False
 
@@ -93,7 +96,7 @@ class Contest(Generic[E]):
 
     @property
     def times_us(self) -> tuple[float | None, ...]:
-        """For each entrant the median time of a replay; None where it was not timed."""
+        """For each entrant the median time of a step in the loop; None where it was not timed."""
         return tuple(self._times_us)
 
     def open(self, others: Sequence[Maker[E]]) -> None:
@@ -114,17 +117,14 @@ class Contest(Generic[E]):
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         """Replays a step. The outputs are the winner's: valid until the next call."""
-        if self.trying and self._replays == _UNTIMED + _SAMPLES:
+        if self.trying and self._replays == _TURN:
             self._end_turn(inputs)
-        elif not self.trying and self._replays == _PROBE_EVERY:
+        elif not self.trying and self._replays == self._probe_every:
             self._examine(inputs)
         self._replays += 1
-        if len(self._makers) == 1 or not _UNTIMED < self._replays <= _UNTIMED + _SAMPLES:
-            return self.winner(inputs)
-        self._stopwatch.start()
-        outputs = self.winner(inputs)
-        self._stopwatch.stop()
-        return outputs
+        if _UNTIMED < self._replays <= _TURN and len(self._makers) > 1:
+            self._stopwatch.lap()
+        return self.winner(inputs)
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
@@ -209,6 +209,7 @@ class Contest(Generic[E]):
         expected = self._times_us[self._present]
         if expected is None or not spans or statistics.median(spans) <= _DRIFT * expected:
             return
+        self._probe_every *= 2
         self._keep(0)
         self._make(0, inputs)
         self._present = 0

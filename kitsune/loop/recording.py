@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -66,9 +67,10 @@ class Recording:
         if compile and (missing := refuse_inductor(device)) is not None:
             log.do_without(missing)
             compile = False
-        self._stable = [
-            (place, tensor := inputs[place], tensor.data_ptr(), tensor.requires_grad) for place in sorted(stable)
-        ]
+        self._stable = sorted(stable)
+        self._tensors = [inputs[place] for place in self._stable]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._trained = [tensor.requires_grad for tensor in self._tensors]
         self.executor: InOrder | CudaGraph
         if lowered is None:
             run = InOrder(module, compile=compile)
@@ -94,9 +96,10 @@ class Recording:
 
         Not every version of Dynamo guards the latter.
         """
-        return all(
-            inputs[place] is tensor and tensor.data_ptr() == address and tensor.requires_grad == trained
-            for place, tensor, address, trained in self._stable
+        return (
+            all(map(operator.is_, map(inputs.__getitem__, self._stable), self._tensors))
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and [tensor.requires_grad for tensor in self._tensors] == self._trained
         )
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
@@ -104,7 +107,7 @@ class Recording:
 
     def release(self) -> None:
         self.executor.release()
-        self._stable.clear()
+        self._tensors.clear()
         if self._on_release is not None:
             self._on_release()
 

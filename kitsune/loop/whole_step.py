@@ -18,6 +18,7 @@ from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
 from kitsune.device import refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
+from kitsune.execution.cuda_graph import free_caches
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import Outputs
 from kitsune.execution.timed import measure_spans
@@ -72,6 +73,7 @@ class WholeStep(GuardedStep):
         self._contest: Contest[ByAddress] | None = None
         self._in_order: Planned | None = None
         self._challengers: tuple[Planned, ...] | None = None
+        self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
         self._spans: list[Span] | None = None  # is filled by the next run, which then does nothing else
@@ -208,6 +210,9 @@ class WholeStep(GuardedStep):
     def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
         if self._may_use_streams():
             self._consider_streams(contest, inputs)
+        if self._is_reopened and self.chooser.settled:
+            self._is_reopened = False
+            _clear(self._memory, inputs[0].device)  # the eager steps have left some
         was_trying = contest.trying
         try:
             outputs = contest(inputs)
@@ -217,6 +222,7 @@ class WholeStep(GuardedStep):
         self.setup_seconds += contest.take_making_seconds()
         if was_trying and not contest.trying:
             self.chooser.reopen()
+            self._is_reopened = True
         return outputs
 
     def _measure_spans(self, place: int, inputs: Sequence[torch.Tensor]) -> Sequence[Span]:
@@ -289,11 +295,11 @@ def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
 
 
 def _clear(memory: MemoryPool, device: torch.device) -> None:
-    """Frees the memory that released recordings have left."""
+    """Frees the memory that released recordings and eager steps have left."""
     gc.collect()  # of the graphs, which are cycles, and hold what their plans place
     memory.release()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        free_caches()
 
 
 def _copies_matter(chooser: Chooser, us: float) -> bool:

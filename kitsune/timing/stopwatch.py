@@ -1,29 +1,22 @@
-"""Times work on a device in passing, without making the host wait for it."""
+"""Times a loop in passing, without making the host wait for the device."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Protocol
 
 import torch
 
-from kitsune.timing.busy import keep_busy
-
-# By then the host has enqueued a replay.
-_HEAD_START_US = 200.0
-
 
 class Stopwatch(Protocol):
-    """Times spans of the caller's work on a device."""
+    """Times the rounds of a loop that runs on, by its slower part: the host or the device."""
 
-    def start(self) -> None:
-        """What is enqueued from here on is timed. A GPU waits a little first, so that the host's pace is no part."""
-
-    def stop(self) -> None:
-        """The end of what is timed."""
+    def lap(self) -> None:
+        """A round begins here, and the one before it ends."""
 
     def read(self) -> list[float]:
-        """Microseconds of all spans since the last reading; waits for the end of the last one."""
+        """Microseconds of all rounds since the last reading, on a GPU by its own clock; waits for the last lap."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
@@ -33,40 +26,28 @@ def stopwatch(device: torch.device) -> Stopwatch:
 
 class _Clock:
     def __init__(self) -> None:
-        self._started = 0.0
-        self._spans: list[float] = []
+        self._laps: list[float] = []
 
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def stop(self) -> None:
-        self._spans.append((time.perf_counter() - self._started) * 1e6)
+    def lap(self) -> None:
+        self._laps.append(time.perf_counter())
 
     def read(self) -> list[float]:
-        spans, self._spans = self._spans, []
-        return spans
+        laps, self._laps = self._laps, []
+        return [(end - start) * 1e6 for start, end in itertools.pairwise(laps)]
 
 
 class _Events:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._started = self._now()
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._laps: list[torch.cuda.Event] = []
 
-    def start(self) -> None:
-        keep_busy(_HEAD_START_US, self._device)
-        self._started = self._now()
-
-    def stop(self) -> None:
-        self._spans.append((self._started, self._now()))
-
-    def _now(self) -> torch.cuda.Event:
+    def lap(self) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        self._laps.append(event)
 
     def read(self) -> list[float]:
-        spans, self._spans = self._spans, []
-        if spans:
-            spans[-1][1].synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in spans]
+        laps, self._laps = self._laps, []
+        if laps:
+            laps[-1].synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(laps)]

@@ -28,7 +28,7 @@ from tests.kitsune import static_memory
 from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
-STEPS = 160
+STEPS = 200
 EAGER = 10  # before the first capture, and again after the trials
 
 

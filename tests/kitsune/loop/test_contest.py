@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -23,17 +24,14 @@ class Stopwatch:
     """Reads the test's clock."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._started, self._spans = clock, 0.0, list[float]()
+        self._clock, self._laps = clock, list[float]()
 
-    def start(self) -> None:
-        self._started = self._clock.now_us
-
-    def stop(self) -> None:
-        self._spans.append(self._clock.now_us - self._started)
+    def lap(self) -> None:
+        self._laps.append(self._clock.now_us)
 
     def read(self) -> list[float]:
-        spans, self._spans = self._spans, []
-        return spans
+        laps, self._laps = self._laps, []
+        return [end - start for start, end in itertools.pairwise(laps)]
 
 
 class Runner:
@@ -60,6 +58,7 @@ class Race:
 
     def __init__(self, *costs_us: float | None) -> None:
         self.clock = Clock()
+        self.host_us = 0.0  # that the loop takes at least for a step
         self.costs_us = {str(place): cost for place, cost in enumerate(costs_us)}
         self.made: list[Runner] = []
         self.refusals: list[str] = []
@@ -78,7 +77,9 @@ class Race:
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
+            begin_us = self.clock.now_us
             self.contest(INPUTS)
+            self.clock.now_us = max(self.clock.now_us, begin_us + self.host_us)
 
     def alive(self) -> list[str]:
         return [runner.name for runner in self.made if not runner.released]
@@ -170,6 +171,15 @@ def test_a_first_slow_replay_does_not_count() -> None:
     assert race.contest.times_us == (10.0, 5.0)
 
 
+def test_where_the_host_is_slower_than_all_the_first_stays() -> None:
+    race = Race(10.0, 5.0)
+    race.host_us = 50.0
+    race.open()
+    race.run(150)
+    assert race.contest.place == 0
+    assert race.contest.times_us == (50.0, 50.0)
+
+
 def test_a_device_that_became_faster_in_the_meantime_favours_no_one() -> None:
     race = Race(10.0, 6.0)
     race.open()
@@ -234,6 +244,12 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert winner.released
     assert race.contest.times_us == (10.0, 5.0)
     assert race.alive() == ["1"]
+    made = len(race.made)
+    race.contest.winner.cost_us = 20.0
+    race.run(50)  # the next look comes later
+    assert len(race.made) == made
+    race.run(200)
+    assert len(race.made) > made
 
 
 def test_after_drift_an_entrant_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
