@@ -2,11 +2,12 @@
 
 This is the only module that touches `torch._dynamo`. `torch.compile` with a backend of one's own
 is public. What is not: exceptions that tell the line that could not be captured, the switch that
-guards hooks, and the switches that keep numbers drawn on the host from being frozen.
+guards hooks, the switches that keep numbers drawn on the host from being frozen, and the guards.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 import weakref
@@ -21,6 +22,8 @@ from torch._dynamo import config, eval_frame, exc
 from torch._dynamo.variables.misc import RandomVariable
 
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
+
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
@@ -54,6 +57,8 @@ class GuardedFunction:
             function.__closure__,
         )
         self.stale = False
+        self._function = own
+        self._direct: _Direct | None = None
         self._graph: fx.GraphModule | None = None
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
@@ -68,11 +73,14 @@ class GuardedFunction:
         """
         self._thread.ran = False
         try:
-            if self._graph is not None:
+            if self._direct is not None and self._direct.fits(args):
+                result = self._direct.run(*args)
+            elif self._graph is not None:
                 result = self._compiled(*args)
             else:
                 with _strict_capture():
                     result = self._compiled(*args)
+                self._direct = _Direct.of(self._function)
         except exc.FailOnRecompileLimitHit as error:
             self.stale = True
             raise RefusedError(_CHANGED, passing=True) from error
@@ -94,6 +102,45 @@ class GuardedFunction:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
         self._graph = graph
+
+
+class _Direct:
+    """What Dynamo has compiled, behind Dynamo's guards, called without its interception of frames.
+
+    That takes several times as long as the guards, and would end in the same code. Dynamo's cache entries are private;
+    where they are not as expected, calls take the long way.
+
+    Attributes:
+        run: what Dynamo made of the function, side effects on Python objects included.
+    """
+
+    def __init__(self, function: types.FunctionType, entry: Any) -> None:
+        code = function.__code__
+        self.run = types.FunctionType(
+            entry.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        self._guards = entry.guard_manager
+        self._names = code.co_varnames[: code.co_argcount]
+        self._free = tuple(zip(code.co_freevars, function.__closure__ or (), strict=True))
+
+    @classmethod
+    def of(cls, function: types.FunctionType) -> _Direct | None:
+        """The one way in which `function` is compiled; None if there is none, or it cannot be called like this."""
+        code = function.__code__
+        entries = eval_frame._debug_get_cache_entry_list(code)
+        if len(entries) != 1 or code.co_flags & _VARIADIC or code.co_kwonlyargcount:
+            return None
+        compiled = entries[0].code
+        return cls(function, entries[0]) if compiled.co_freevars == code.co_freevars else None
+
+    def fits(self, args: tuple[Any, ...]) -> bool:
+        """Whether all guards hold for a call with these arguments."""
+        if self._guards.cache_entry is None or len(args) != len(self._names):  # what it guards may no longer exist
+            return False
+        local = dict(zip(self._names, args, strict=True))
+        for name, cell in self._free:
+            local[name] = cell.cell_contents
+        return bool(self._guards.check(local))
 
 
 def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[Any]]]:
@@ -129,8 +176,16 @@ def refuse_dynamo() -> Refusal | None:
 
 @contextmanager
 def _strict_capture() -> Iterator[None]:
-    """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead."""
-    switches = config.patch(skip_nnmodule_hook_guards=False, trace_numpy=False, specialize_float=True)
+    """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead.
+
+    What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host.
+    """
+    switches = config.patch(
+        skip_nnmodule_hook_guards=False,
+        trace_numpy=False,
+        specialize_float=True,
+        record_runtime_overhead=False,
+    )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     with switches, generators:
         yield

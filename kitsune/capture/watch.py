@@ -28,7 +28,7 @@ own_global_hooks: set[int] = set()
 
 def refuse_surroundings() -> Refusal | None:
     """None if nothing around the present call wants to see its operators one by one."""
-    if any(hooks.keys() - own_global_hooks for hooks in _GLOBAL_HOOKS):
+    if any(hooks and hooks.keys() - own_global_hooks for hooks in _GLOBAL_HOOKS):
         return Refusal("global module hooks are registered, which a replay would not run")
     if torch._C._len_torch_dispatch_stack() > 0:
         return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")

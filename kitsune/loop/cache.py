@@ -49,6 +49,8 @@ class StepCache(Generic[S]):
             self._log.add(step.chooser.refusal)
             step.release()
             return
+        if len(self._steps) <= self._max_graphs:
+            return
         holders = [other for other in self._steps.values() if other.executor is not None]
         for other in holders[: max(len(holders) - self._max_graphs, 0)]:
             other.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -94,12 +95,14 @@ class Recording:
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the stable inputs are still the same tensors, at the same addresses, with gradients or without.
 
-        Not every version of Dynamo guards the latter.
+        Not every version of Dynamo guards the latter. Only the first inputs may be passed: those are looked at.
         """
+        count = bisect.bisect_left(self._stable, len(inputs))
+        tensors = self._tensors[:count]
         return (
-            all(map(operator.is_, map(inputs.__getitem__, self._stable), self._tensors))
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
-            and [tensor.requires_grad for tensor in self._tensors] == self._trained
+            all(map(operator.is_, map(inputs.__getitem__, self._stable[:count]), tensors))
+            and [tensor.data_ptr() for tensor in tensors] == self._addresses[:count]
+            and [tensor.requires_grad for tensor in tensors] == self._trained[:count]
         )
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:

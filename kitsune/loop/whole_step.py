@@ -269,7 +269,8 @@ class WholeStep(GuardedStep):
         """What is no longer as it was captured; None if nothing is."""
         program, contest, scaler = self._program, self._contest, self._spec.scaler
         assert contest is not None and program is not None
-        if not contest.winner.fits([*flat, *program.state]):
+        # The optimizer's tensors, the most of `program.state`, are looked at below.
+        if not contest.winner.fits(flat if scaler is None else [*flat, *program.state]):
             return "a parameter or a buffer"
         if scaler is not None and (
             program.scaling != scaling(scaler) or not _same(program.scale, scaler_tensors(scaler))

@@ -40,6 +40,75 @@ def test_calls_run_the_graph() -> None:
     assert all(graph is runner.graphs[0] for graph in runner.graphs)
 
 
+class Interceptions:
+    """Counts the calls that go through Dynamo's interception of frames."""
+
+    def __init__(self, call: GuardedFunction) -> None:
+        self.count = 0
+        self._compiled, call._compiled = call._compiled, self
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self._compiled(*args)
+
+
+def test_only_the_first_call_is_intercepted() -> None:
+    scale = 2.0
+
+    def function(x: Tensor) -> Tensor:
+        return x * scale
+
+    call, runner = guarded(function)
+    interceptions = Interceptions(call)
+    for value in (1.0, 2.0, 3.0):
+        assert call(torch.full((2,), value)).tolist() == [2 * value] * 2
+    assert (interceptions.count, len(runner.graphs)) == (1, 3)
+    scale = 3.0
+    with pytest.raises(RefusedError, match="has changed since the capture"):
+        call(torch.ones(2))
+    assert (interceptions.count, len(runner.graphs)) == (2, 3)
+
+
+def test_what_a_call_changes_in_python_is_changed_by_every_call() -> None:
+    holder = nn.Module()
+    holder.latest = None
+
+    def function(x: Tensor) -> Tensor:
+        holder.latest = x
+        return x + 1
+
+    call, runner = guarded(function)
+    for _ in range(3):
+        x = torch.ones(2)
+        call(x)
+        assert holder.latest is x
+    assert len(runner.graphs) == 3
+
+
+def test_a_call_is_intercepted_where_what_is_guarded_is_gone() -> None:
+    holder = nn.Module()
+    holder.part = nn.Linear(2, 2)
+    call, runner = guarded(lambda x: holder.part(x))
+    interceptions = Interceptions(call)
+    for _ in range(2):
+        call(torch.ones(2))
+    assert call._direct is not None
+    call._direct._guards.cache_entry = None  # as Dynamo leaves it when an object that it knows by its address dies
+    call(torch.ones(2))
+    assert (interceptions.count, len(runner.graphs)) == (2, 3)
+
+
+def test_functions_that_cannot_be_called_directly_are_intercepted() -> None:
+    def variadic(*tensors: Tensor) -> Tensor:
+        return tensors[0] + 1
+
+    call, runner = guarded(variadic)
+    interceptions = Interceptions(call)
+    for _ in range(3):
+        assert call(torch.ones(2)).tolist() == [2, 2]
+    assert interceptions.count == len(runner.graphs) == 3
+
+
 def test_results_are_put_together_as_the_function_would() -> None:
     def function(x: Tensor, names: list[str]) -> dict[str, Any]:
         return {name: (x + index, "constant") for index, name in enumerate(names)}
