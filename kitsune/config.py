@@ -40,8 +40,8 @@ class Config:
             seconds to minutes.
         max_memory: the most bytes of device memory that a captured step may use for
             intermediates, static inputs and warm-up; an int, or text such as `"2GB"`. None: no bound.
-        max_graphs: how many captured graphs (one for each signature of the inputs) are kept; the
-            least recently used one is released first.
+        max_graphs: of how many signatures of the inputs captured graphs are kept; those of the least recently
+            used one are released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
             measured fastest stays, one stream included. None: 4 where `mode="auto"` may measure them (without
             `compile` and `max_memory`), else 1. `KitsuneOptimizer` in a loop uses one stream.

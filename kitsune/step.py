@@ -55,7 +55,8 @@ class TrainStep:
 
     The returned loss is detached, of the forward pass of this call (not divided by
     `accumulate`), and belongs to the caller. Gradients that were in `.grad` before a call are
-    discarded. Parameters that the optimizer does not own get no gradient.
+    discarded. Parameters that the optimizer does not own get no gradient. Calls must not
+    overlap in time.
 
     Raises:
         ConfigError: an unknown option, or a value that is not allowed.
@@ -120,7 +121,7 @@ class TrainStep:
 
         Without arguments, the plan of steps like the latest one. Given the arguments of a step, that of such a
         step, with `measured_spans`: its tasks are timed in some replays on copies, which take memory for a while
-        and change nothing of the training.
+        and change no tensor of the training. (Attributes that the model sets in `forward` are set.)
 
         Raises:
             KitsuneError: a step with these arguments cannot be replayed at present, or there is too little memory.

@@ -59,6 +59,7 @@ class GuardedFunction:
         self.stale = False
         self._function = own
         self._direct: _Direct | None = None
+        self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
@@ -77,10 +78,11 @@ class GuardedFunction:
                 result = self._direct.run(*args)
             elif self._graph is not None:
                 result = self._compiled(*args)
+                if not self._is_direct_sought:
+                    self._is_direct_sought, self._direct = True, _Direct.of(self._function)
             else:
                 with _strict_capture():
                     result = self._compiled(*args)
-                self._direct = _Direct.of(self._function)
         except exc.FailOnRecompileLimitHit as error:
             self.stale = True
             raise RefusedError(_CHANGED, passing=True) from error
@@ -138,8 +140,11 @@ class _Direct:
         if self._guards.cache_entry is None or len(args) != len(self._names):  # what it guards may no longer exist
             return False
         local = dict(zip(self._names, args, strict=True))
-        for name, cell in self._free:
-            local[name] = cell.cell_contents
+        try:
+            for name, cell in self._free:
+                local[name] = cell.cell_contents
+        except ValueError:  # it is empty
+            return False
         return bool(self._guards.check(local))
 
 

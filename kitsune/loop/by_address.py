@@ -53,6 +53,13 @@ class ByAddress:
         self._record, self._copied, self._is_worthwhile = record, sorted(copied), is_worthwhile
         self._copying = record(inputs, in_place=())
         self._at: dict[tuple[int, ...], Recording] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Drops all recordings but the one that copies; looks for places anew."""
+        for recording in self._at.values():
+            recording.release()
+        self._at.clear()
         self._sightings: dict[tuple[int, ...], int] = {}
         self._looking = self.executor.keeps_outputs  # others use their inputs where they lie anyway
 
@@ -76,9 +83,8 @@ class ByAddress:
 
     def release(self) -> None:
         """Gives the memory of all recordings back."""
-        for recording in (self._copying, *self._at.values()):
-            recording.release()
-        self._at.clear()
+        self.restart()
+        self._copying.release()
 
     def _look(self, place: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> Recording | None:
         """Counts a sighting; a recording for `place` if there have been enough."""
@@ -90,9 +96,17 @@ class ByAddress:
         if not self._at and not self._is_worthwhile():
             self._looking = False
             return None
+        if self._overlap(inputs):
+            return None
         try:
             recording = self._at[place] = self._record(inputs, in_place=self._copied)
         except RefusedError:  # the others serve as well
             self._looking = False
             return None
         return recording
+
+    def _overlap(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether inputs that would be read in place share memory with others, which the step may write before."""
+        copied = set(self._copied)
+        storages = {tensor.untyped_storage().data_ptr() for place, tensor in enumerate(inputs) if place not in copied}
+        return any(inputs[place].untyped_storage().data_ptr() in storages for place in copied)

@@ -35,6 +35,9 @@ class Entrant(Protocol):
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs: ...
 
+    def restart(self) -> None:
+        """Drops what it has gathered while it ran, so that it is no better off than one just made."""
+
     def release(self) -> None:
         """Gives its memory back."""
 
@@ -50,7 +53,7 @@ class Contest(Generic[E]):
     Once opened, each in turn replays some of the user's own steps and the loop is timed; the fastest replays
     all later ones. Where the host is slower than the device, all are as fast, and the first stays. The fastest
     is made anew, alone, so that no memory of the trials is kept. The loop is timed again now and then: when it
-    has become much slower than it was, the trials are repeated; the next time they are, later.
+    has become much slower than it was, the trials are repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once; it stays where no other is clearly faster.
@@ -61,6 +64,10 @@ class Contest(Generic[E]):
 
     Raises:
         RefusedError: by the constructor and by calls, if not even the first entrant can be made.
+
+    Attributes:
+        trying: whether the trials go on.
+        settled: how often it has settled on an entrant, or on looking for slowdowns of the only one in vain.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Contest(Generic[E]):
         self._probe_every = _PROBE_EVERY
         self._making_seconds = 0.0
         self.trying = False
+        self.settled = 0
 
     @property
     def winner(self) -> E:
@@ -115,31 +123,40 @@ class Contest(Generic[E]):
         seconds, self._making_seconds = self._making_seconds, 0.0
         return seconds
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
-        """Replays a step. The outputs are the winner's: valid until the next call."""
+    def __call__(self, inputs: Sequence[torch.Tensor], *, follows: bool = True) -> Outputs:
+        """Replays a step. The outputs are the winner's: valid until the next call.
+
+        Args:
+            follows: whether the loop has done nothing but this step since the latest call.
+        """
         if self.trying and self._replays == _TURN:
             self._end_turn(inputs)
         elif not self.trying and self._replays == self._probe_every:
             self._examine(inputs)
         self._replays += 1
-        if _UNTIMED < self._replays <= _TURN and len(self._makers) > 1:
-            self._stopwatch.lap()
-        return self.winner(inputs)
+        end = _TURN if self.trying else self._probe_every
+        if self._replays < end - _SAMPLES:
+            return self.winner(inputs)
+        self._stopwatch.lap(follows=follows)
+        outputs = self.winner(inputs)
+        self._stopwatch.leave()
+        return outputs
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
         self._keep()
 
     def _begin(self) -> None:
-        """Each entrant gets a turn, the one that is present first."""
+        """Each entrant gets a turn, the first one first, which is present."""
         self.trying, self._is_runoff = True, False
+        self.winner.restart()
         self._samples = {}
         self._turns = deque(range(1, len(self._makers)))
         self._replays = 0
         self._stopwatch.read()
 
     def _end_turn(self, inputs: Sequence[torch.Tensor]) -> None:
-        self._samples.setdefault(self._present, []).extend(self._stopwatch.read())
+        self._samples.setdefault(self._present, []).extend(self._read())
         self._replays = 0
         best = self._best()
         if not self._is_runoff:
@@ -164,6 +181,7 @@ class Contest(Generic[E]):
 
     def _settle(self, best: int, inputs: Sequence[torch.Tensor]) -> None:
         self.trying = False
+        self.settled += 1
         latest = zip(self._medians(), self._times_us, strict=True)
         self._times_us = [earlier if median is None else median for median, earlier in latest]
         self._keep()
@@ -171,11 +189,12 @@ class Contest(Generic[E]):
         try:
             self._make(best, inputs)
         except RefusedError as error:
-            if best == 0:
-                raise
             self._refused(error)
             best = 0
-            self._make(best, inputs)
+            try:
+                self._make(best, inputs)
+            except RefusedError as other:  # it could be made before, so it may be again
+                raise RefusedError(other.refusal, passing=True) from error
         self._present = best
 
     def _make(self, place: int, inputs: Sequence[torch.Tensor]) -> None:
@@ -184,6 +203,10 @@ class Contest(Generic[E]):
         started = time.perf_counter()
         self._entrants[place] = self._makers[place](inputs)
         self._making_seconds += time.perf_counter() - started
+
+    def _read(self) -> list[float]:
+        """The latest times, but for the very last: where its step ends in the loop is not known yet."""
+        return self._stopwatch.read()[:-1]
 
     def _medians(self) -> list[float | None]:
         return [
@@ -205,13 +228,23 @@ class Contest(Generic[E]):
     def _examine(self, inputs: Sequence[torch.Tensor]) -> None:
         """Tries all again if the winner has become slower than it was."""
         self._replays = 0
-        spans = self._stopwatch.read()
-        expected = self._times_us[self._present]
-        if expected is None or not spans or statistics.median(spans) <= _DRIFT * expected:
+        time_us = statistics.median(self._read())
+        expected_us = self._times_us[self._present]
+        if expected_us is None:  # the only one, for the first time
+            self._times_us[self._present] = time_us
+        if expected_us is None or time_us <= _DRIFT * expected_us:
             return
         self._probe_every *= 2
+        if len(self._makers) == 1:
+            self._times_us = [time_us]
+            self.settled += 1
+            return
+        try:
+            self._make(0, inputs)
+        except RefusedError as error:  # there is no room for trials at present
+            self._refused(error)
+            return
         self._keep(0)
-        self._make(0, inputs)
         self._present = 0
         self._times_us = [None] * len(self._makers)
         self._begin()

@@ -51,7 +51,8 @@ class StepLoop:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """One step; returns its detached loss."""
         phase = self._accumulators.phase()
-        step = self._latest = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
+        step = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
+        step.follows_itself, self._latest = step is self._latest, step
         choice = step.chooser.next()
         step.chooser.start()
         done, loss = step.replay(args, kwargs) if choice == "replay" else (False, None)

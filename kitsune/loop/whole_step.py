@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,9 @@ from kitsune.timing.stopwatch import stopwatch
 # What copies must take of a step before others are recorded that do without them.
 _WORTHWHILE = 0.003
 
+# A step that has to be captured again and again is not tried again and again.
+_REPLAYS_BEFORE_MORE_TRIALS = 1000
+
 
 class WholeStep(GuardedStep):
     """Replays steps of one signature and one phase of accumulation.
@@ -73,10 +77,14 @@ class WholeStep(GuardedStep):
         self._contest: Contest[ByAddress] | None = None
         self._in_order: Planned | None = None
         self._challengers: tuple[Planned, ...] | None = None
+        self._choice: tuple[str, int] | None = None
+        self._since_capture = 0  # replays
         self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
-        self._spans: list[Span] | None = None  # is filled by the next run, which then does nothing else
+        self._thread = (
+            threading.local()
+        )  # its `spans`: a list that the next run of the thread fills, doing nothing else
 
     @property
     def executor(self) -> str | None:
@@ -100,12 +108,13 @@ class WholeStep(GuardedStep):
         plan = self.plan
         if plan is None or self._guarded is None:
             return None
-        self._spans = []
+        spans: list[Span] = []
+        self._thread.spans = spans
         try:
             self._guarded(args, kwargs)
-            return dataclasses.replace(plan, measured_spans=tuple(self._spans))
         finally:
-            self._spans = None
+            del self._thread.spans
+        return dataclasses.replace(plan, measured_spans=tuple(spans))
 
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """All plans that were tried, and their times."""
@@ -158,10 +167,12 @@ class WholeStep(GuardedStep):
                 Refusal("other parameters had gradients in the earlier calls of this update"), passing=True
             )
         inputs = [*flat, *program.state]
-        if self._spans is not None:
-            self._spans += self._measure_spans(contest.place, inputs)
+        spans = getattr(self._thread, "spans", None)
+        if spans is not None:
+            spans += self._measure_spans(contest.place, inputs)
             return [torch.empty((), device=inputs[0].device)]
         outputs = self._replay_fastest(contest, inputs)
+        self._since_capture += 1
         if contest.winner.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
         self._account(program)
@@ -186,6 +197,7 @@ class WholeStep(GuardedStep):
             partial(_clear, self._memory, device),
         )
         self._program = program
+        self._since_capture = 0
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
 
@@ -213,21 +225,28 @@ class WholeStep(GuardedStep):
         if self._is_reopened and self.chooser.settled:
             self._is_reopened = False
             _clear(self._memory, inputs[0].device)  # the eager steps have left some
-        was_trying = contest.trying
+        settled = contest.settled
         try:
-            outputs = contest(inputs)
+            outputs = contest(inputs, follows=self.follows_itself)
         except RefusedError:
             self._drop()
             raise
+        except BaseException:  # an interrupt, perhaps in the midst of a recording
+            self.release()
+            raise
         self.setup_seconds += contest.take_making_seconds()
-        if was_trying and not contest.trying:
+        if contest.settled != settled:
+            self._choice = _choice(self._plans()[contest.place])
             self.chooser.reopen()
             self._is_reopened = True
         return outputs
 
     def _measure_spans(self, place: int, inputs: Sequence[torch.Tensor]) -> Sequence[Span]:
         planned = self._plans()[place]
-        arena = self._memory.take(planned.plan.memory.arena_bytes, inputs[0].device)
+        try:
+            arena = self._memory.take(planned.plan.memory.arena_bytes, inputs[0].device)
+        except torch.OutOfMemoryError as error:
+            raise RefusedError(Refusal("there is too little device memory to time the tasks of the plan")) from error
         try:
             lowered = planned.lowered(arena, timed=True)
             return measure_spans(planned.module, lowered, inputs, GraphPool(self._pool.streams))
@@ -239,6 +258,8 @@ class WholeStep(GuardedStep):
         """Whether replay has proved faster than eager, and plans on several streams have yet to be tried."""
         if self._challengers is not None or not self.chooser.settled:
             return False
+        if self._budget.captures > 1 and self._since_capture < _REPLAYS_BEFORE_MORE_TRIALS:
+            return False
         return self._config.max_streams() > 1 and refuse_streams(self._trained[0].device) is None
 
     def _consider_streams(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> None:
@@ -248,12 +269,18 @@ class WholeStep(GuardedStep):
         self._challengers = ()
         started = time.perf_counter()
         try:
-            self._challengers = planning.challengers(program.module, inputs, self._config.max_streams())
-            self._in_order = planning.in_order(program.module, inputs[0].device, inputs)
+            in_order = planning.in_order(program.module, inputs[0].device, inputs)
+            challengers = planning.challengers(program.module, inputs, self._config.max_streams())
         except RuntimeError as error:  # an operator that cannot be timed, or too little memory to do it
             reason = f"planning on several streams failed ({first_line(error)}); the step is replayed on one"
             self._log.do_without(Refusal(reason))
-        self.setup_seconds += time.perf_counter() - started
+            return
+        finally:
+            self.setup_seconds += time.perf_counter() - started
+        self._in_order = in_order
+        if self._choice is not None:  # of an earlier capture of the same step
+            challengers = tuple(planned for planned in challengers if _choice(planned) == self._choice)
+        self._challengers = challengers
         record = partial(_record_challenger, self._memory, self._conditions(program))
         contest.open([self._maker(program, partial(record, planned)) for planned in self._challengers])
 
@@ -293,6 +320,10 @@ class WholeStep(GuardedStep):
 
 def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+
+
+def _choice(planned: Planned) -> tuple[str, int]:
+    return planned.plan.schedule.strategy, planned.plan.schedule.num_streams
 
 
 def _clear(memory: MemoryPool, device: torch.device) -> None:

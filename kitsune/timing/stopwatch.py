@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -12,11 +13,19 @@ import torch
 class Stopwatch(Protocol):
     """Times the rounds of a loop that runs on, by its slower part: the host or the device."""
 
-    def lap(self) -> None:
-        """A round begins here, and the one before it ends."""
+    def lap(self, *, follows: bool) -> None:
+        """A round begins here.
+
+        Args:
+            follows: whether the latest round ends here. Else the loop has done other things since, and that round
+                ends where it was left.
+        """
+
+    def leave(self) -> None:
+        """What is to be timed of a round is done, if the loop does other things now."""
 
     def read(self) -> list[float]:
-        """Microseconds of all rounds since the last reading, on a GPU by its own clock; waits for the last lap."""
+        """Microseconds of all rounds since the last reading, on a GPU by its own clock; waits for the last one."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
@@ -24,30 +33,56 @@ def stopwatch(device: torch.device) -> Stopwatch:
     return _Events(device) if device.type == "cuda" else _Clock()
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self._laps: list[float] = []
+M = TypeVar("M")
 
-    def lap(self) -> None:
-        self._laps.append(time.perf_counter())
+
+class _Rounds(ABC, Generic[M]):
+    """Marks of the beginnings and the ends of rounds."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[M, M]] = []
+        self._began: M | None = None
+
+    def lap(self, *, follows: bool) -> None:
+        mark = self._now()
+        if follows and self._marks:
+            self._marks[-1] = (self._marks[-1][0], mark)
+        self._began = mark
+
+    def leave(self) -> None:
+        assert self._began is not None
+        self._marks.append((self._began, self._now()))
 
     def read(self) -> list[float]:
-        laps, self._laps = self._laps, []
-        return [(end - start) * 1e6 for start, end in itertools.pairwise(laps)]
+        marks, self._marks = self._marks, []
+        return self._spans_us(marks)
+
+    @abstractmethod
+    def _now(self) -> M: ...
+
+    @abstractmethod
+    def _spans_us(self, marks: Sequence[tuple[M, M]]) -> list[float]: ...
 
 
-class _Events:
+class _Clock(_Rounds[float]):
+    def _now(self) -> float:
+        return time.perf_counter()
+
+    def _spans_us(self, marks: Sequence[tuple[float, float]]) -> list[float]:
+        return [(end - start) * 1e6 for start, end in marks]
+
+
+class _Events(_Rounds[torch.cuda.Event]):
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
-        self._laps: list[torch.cuda.Event] = []
 
-    def lap(self) -> None:
+    def _now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        self._laps.append(event)
+        return event
 
-    def read(self) -> list[float]:
-        laps, self._laps = self._laps, []
-        if laps:
-            laps[-1].synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(laps)]
+    def _spans_us(self, marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        if marks:
+            marks[-1][1].synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in marks]

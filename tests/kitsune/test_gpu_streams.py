@@ -54,7 +54,7 @@ NUM_STREAMS = 4
 BATCH_SIZES = {"mlp": 64, "lenet": 64, "resnet18": 16}
 NUM_BATCHES = 8
 
-REPLAYS = 500  # in float32, and as many under autocast
+REPLAYS = 1000  # in float32, and as many under autocast
 PLACEMENTS = 5  # of delays, for each plan
 LOOK_EVERY = 10
 

@@ -198,7 +198,7 @@ def streams_win(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     request.getfixturevalue("replay_is_faster")
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
-    for name, value in (("_UNTIMED", 0), ("_TURN", 2), ("_RUNOFF_TURNS", 1)):
+    for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1)):
         monkeypatch.setattr(contest, name, value)
     if request.node.callspec.params["device"] == "cpu":
         monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)

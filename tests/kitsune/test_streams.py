@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import models
 from kitsune.collection import no_garbage_collection
 from kitsune.device import refuse_streams
 from kitsune.fallback import Chooser
-from kitsune.loop import contest, planning
+from kitsune.loop import contest, planning, whole_step
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Costs, TaskGraph
@@ -29,6 +30,7 @@ from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
 STEPS = 200
+record = Recording.__init__
 EAGER = 10  # before the first capture, and again after the trials
 
 
@@ -61,8 +63,8 @@ def build(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], tu
 
 
 def train(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **options: Any) -> Training:
-    options = {"mode": "auto", "num_streams": NUM_STREAMS, "replays": STEPS - EAGER, **options}
-    return compare("train_step", build(make), steps=STEPS, **options)
+    options = {"mode": "auto", "num_streams": NUM_STREAMS, "replays": STEPS - EAGER, "steps": STEPS, **options}
+    return compare("train_step", build(make), **options)
 
 
 def test_streams_are_the_default_where_they_can_be_measured() -> None:
@@ -136,23 +138,57 @@ def test_a_trial_is_not_the_steady_state_yet() -> None:
     assert modes.count("measuring") >= trials * contest._SAMPLES
 
 
-@pytest.mark.usefixtures("replay_is_faster")
-def test_a_change_in_the_middle_of_the_trials_starts_anew(favour: Callable[[int], None]) -> None:
+def moved_at(*steps: int) -> Callable[[Training, int], None]:
     def edit(training: Training, index: int) -> None:
-        if index == 25:
+        if index in steps:
             training.model.first.weight.data = training.model.first.weight.data.clone()
 
+    return edit
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_change_in_the_middle_of_the_trials_starts_anew(
+    favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_step, "_REPLAYS_BEFORE_MORE_TRIALS", 20)
     favour(1)
-    training = compare(
-        "train_step",
-        build(adam),
-        steps=STEPS,
-        edit=edit,
-        replays=STEPS - EAGER - 1,
-        mode="auto",
-        num_streams=NUM_STREAMS,
-    )
+    training = train(edit=moved_at(25), replays=STEPS - EAGER - 1)
     assert training.status().schedules[1].chosen
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_is_captured_again_is_not_chosen_again(
+    place: int, favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what had won meets the plan in order again."""
+    monkeypatch.setattr(whole_step, "_REPLAYS_BEFORE_MORE_TRIALS", 20)
+    chosen: list[Any] = []
+
+    def edit(training: Training, index: int) -> None:
+        if index == STEPS and training.train_step is not None:
+            chosen.extend(schedule for schedule in training.status().schedules if schedule.chosen)
+            favour(1 if place else 0)
+        moved_at(STEPS)(training, index)
+
+    favour(place)
+    status = train(edit=edit, steps=2 * STEPS, replays=2 * STEPS - 2 * EAGER).status()
+    (before,) = chosen
+    assert len(status.schedules) == (2 if place else 1)
+    (after,) = [schedule for schedule in status.schedules if schedule.chosen]
+    assert (after.strategy, after.num_streams) == (before.strategy, before.num_streams)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_what_changes_all_the_time_is_not_tried_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings: list[object] = []
+    monkeypatch.setattr(
+        Recording,
+        "__init__",
+        lambda recording, *args, **more: (recordings.append(None), record(recording, *args, **more))[1],
+    )
+    train(edit=moved_at(40, 80, 120, 160), replays=STEPS - EAGER - 5)
+    assert len(recordings) <= 4 + 7 + 2
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -204,6 +240,74 @@ def test_a_step_that_cannot_be_timed_says_so(monkeypatch: pytest.MonkeyPatch) ->
         training.train_step.plan(x, y)
     training.step(x, y)
     assert training.status().mode == "replay"
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_another_thread_trains_while_tasks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = train()
+    (x, y), _ = batch(0)
+    losses: list[torch.Tensor] = []
+
+    def train_meanwhile(*_: Any) -> tuple[tuple[float, float], ...]:
+        thread = threading.Thread(target=lambda: losses.append(training.step(x, y)))
+        thread.start()
+        thread.join()
+        return ()
+
+    monkeypatch.setattr("kitsune.loop.whole_step.measure_spans", train_meanwhile)
+    before = training.model.first.weight.detach().clone()
+    assert training.train_step is not None
+    training.train_step.plan(x, y)
+    assert 0 < float(losses[0]) < 100
+    assert not torch.equal(training.model.first.weight, before)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("interrupted", [2, 3, 5])
+def test_an_interrupted_recording_leaves_a_step_that_can_be_captured_again(
+    interrupted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def interrupt(recording: Recording, *args: Any, **more: Any) -> None:
+        made.append(recording)
+        if len(made) == interrupted:
+            raise KeyboardInterrupt
+        record(recording, *args, **more)
+
+    monkeypatch.setattr(Recording, "__init__", interrupt)
+    model, optimizer = build(adam)()
+    training = Training("train_step", model, optimizer, mode="auto", num_streams=NUM_STREAMS)
+    (x, y), _ = batch(0)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(STEPS)
+    assert training.status().graphs == 0
+    for _ in range(3):
+        training.step(x, y)
+    assert training.status().mode == "replay"
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_other_steps_take_is_no_part_of_a_trial(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batch sizes in turns, or the two phases of accumulation: no step follows one of its own kind."""
+    seen: list[bool] = []
+    call = contest.Contest.__call__
+
+    def note(one: contest.Contest[Any], inputs: Any, *, follows: bool) -> Any:
+        seen.append(follows)
+        return call(one, inputs, follows=follows)
+
+    monkeypatch.setattr(contest.Contest, "__call__", note)
+    model, optimizer = build(adam)()
+    training = Training(
+        "train_step", model, optimizer, mode="auto", num_streams=NUM_STREAMS, step={"accumulate": accumulate}
+    )
+    for index in range(60):
+        (x, y), _ = batch(index)
+        training.step(x, y) if accumulate == 2 or index % 2 else training.step(x[:4], y[:4])
+    assert len(seen) > 40
+    assert not any(seen)
 
 
 def test_where_eager_is_faster_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ class Interceptions:
         return self._compiled(*args)
 
 
-def test_only_the_first_call_is_intercepted() -> None:
+def test_only_the_first_calls_are_intercepted() -> None:
     scale = 2.0
 
     def function(x: Tensor) -> Tensor:
@@ -62,11 +63,11 @@ def test_only_the_first_call_is_intercepted() -> None:
     interceptions = Interceptions(call)
     for value in (1.0, 2.0, 3.0):
         assert call(torch.full((2,), value)).tolist() == [2 * value] * 2
-    assert (interceptions.count, len(runner.graphs)) == (1, 3)
+    assert (interceptions.count, len(runner.graphs)) == (2, 3)
     scale = 3.0
     with pytest.raises(RefusedError, match="has changed since the capture"):
         call(torch.ones(2))
-    assert (interceptions.count, len(runner.graphs)) == (2, 3)
+    assert (interceptions.count, len(runner.graphs)) == (3, 3)
 
 
 def test_what_a_call_changes_in_python_is_changed_by_every_call() -> None:
@@ -86,16 +87,33 @@ def test_what_a_call_changes_in_python_is_changed_by_every_call() -> None:
 
 
 def test_a_call_is_intercepted_where_what_is_guarded_is_gone() -> None:
-    holder = nn.Module()
-    holder.part = nn.Linear(2, 2)
-    call, runner = guarded(lambda x: holder.part(x))
+    """Dynamo knows functions by their addresses, where others may lie once they are dead."""
+    holder = SimpleNamespace(scale=eval("lambda x: x * 2"))
+    call, runner = guarded(lambda x: holder.scale(x))
     interceptions = Interceptions(call)
-    for _ in range(2):
-        call(torch.ones(2))
-    assert call._direct is not None
-    call._direct._guards.cache_entry = None  # as Dynamo leaves it when an object that it knows by its address dies
-    call(torch.ones(2))
+    for _ in range(3):
+        assert call(torch.ones(2)).tolist() == [2, 2]
     assert (interceptions.count, len(runner.graphs)) == (2, 3)
+    holder.scale = None
+    gc.collect()
+    holder.scale = eval("lambda x: x * 3")
+    with pytest.raises(RefusedError, match="has changed since the capture"):
+        call(torch.ones(2))
+    assert (interceptions.count, len(runner.graphs)) == (3, 3)
+
+
+def test_a_refused_first_call_is_no_reason_to_intercept_all() -> None:
+    call, runner = guarded(lambda x: x + 1)
+    run = runner.run
+    runner.run = lambda graph, flat: (_ for _ in ()).throw(RefusedError(Refusal("not now"), passing=True))
+    call._run = lambda: runner.run
+    with pytest.raises(RefusedError, match="not now"):
+        call(torch.ones(2))
+    runner.run = run
+    interceptions = Interceptions(call)
+    for _ in range(4):
+        assert call(torch.ones(2)).tolist() == [2, 2]
+    assert interceptions.count == 1
 
 
 def test_functions_that_cannot_be_called_directly_are_intercepted() -> None:

@@ -104,6 +104,25 @@ def test_a_new_place_now_and_then_leaves_the_others_as_they_are() -> None:
     assert run(step, batches, 2) == [1, 2]
 
 
+def test_what_lies_in_the_memory_of_others_is_copied() -> None:
+    """The step may write there before it has read all of its inputs."""
+    records = Records()
+    both = torch.zeros(2)
+    step = ByAddress(records, [torch.zeros(1), both[:1]], [0], lambda: True)
+    assert {step([both[1:], both[:1]]) for _ in range(100)} == {0}
+    assert len(records.made) == 1
+
+
+def test_restarted_it_looks_again() -> None:
+    records = Records()
+    step, batches = replays(records), ring(1)
+    run(step, batches, 2 * SIGHTINGS)
+    step.restart()
+    assert records.made[1].released
+    assert run(step, batches, SIGHTINGS - 1) == [0] * (SIGHTINGS - 1)
+    assert run(step, batches, 1) == [2]
+
+
 def test_where_copies_cost_little_they_stay() -> None:
     records = Records()
     step = replays(records, worthwhile=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -24,21 +23,26 @@ class Stopwatch:
     """Reads the test's clock."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._laps = clock, list[float]()
+        self._clock, self._began, self._marks = clock, 0.0, list[tuple[float, float]]()
 
-    def lap(self) -> None:
-        self._laps.append(self._clock.now_us)
+    def lap(self, *, follows: bool) -> None:
+        self._began = self._clock.now_us
+        if follows and self._marks:
+            self._marks[-1] = (self._marks[-1][0], self._began)
+
+    def leave(self) -> None:
+        self._marks.append((self._began, self._clock.now_us))
 
     def read(self) -> list[float]:
-        laps, self._laps = self._laps, []
-        return [end - start for start, end in itertools.pairwise(laps)]
+        marks, self._marks = self._marks, []
+        return [end - start for start, end in marks]
 
 
 class Runner:
     """Takes `cost_us` at each call, and returns its name and how often it was called."""
 
     def __init__(self, name: str, clock: Clock, cost_us: float) -> None:
-        self.name, self.cost_us, self.calls, self.released = name, cost_us, 0, False
+        self.name, self.cost_us, self.calls, self.released, self.restarts = name, cost_us, 0, False, 0
         self._clock = clock
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,6 +51,9 @@ class Runner:
         self.calls += 1
         self._clock.now_us += self.cost_us
         return []
+
+    def restart(self) -> None:
+        self.restarts += 1
 
     def release(self) -> None:
         assert not self.released
@@ -145,13 +152,53 @@ def test_where_none_can_be_made_the_first_stays() -> None:
     assert not race.contest.trying
 
 
-def test_a_single_entrant_is_never_timed() -> None:
+def test_a_single_entrant_is_not_tried_but_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0)
     race.open()
-    race.run(2500)
+    race.run(20)
     assert not race.contest.trying
     assert race.contest.times_us == (None,)
+    race.run(40)
+    assert race.contest.times_us == (10.0,)
+    assert race.contest.settled == 0
+    race.made[0].cost_us = 20.0
+    race.run(40)
+    assert race.contest.times_us == (20.0,)
+    assert race.contest.settled == 1  # the choice against eager is to be made again
     assert len(race.made) == 1
+
+
+def test_what_else_the_loop_does_is_not_counted() -> None:
+    """Between any two steps the loop does something that takes ever longer."""
+    race = Race(10.0, 8.0)
+    race.open()
+    for step in range(150):
+        race.contest(INPUTS, follows=False)
+        race.clock.now_us += 100.0 + step
+    assert race.contest.place == 1
+    assert race.contest.times_us == (10.0, 8.0)
+
+
+def test_the_first_starts_anew_when_the_trials_begin() -> None:
+    race = Race(10.0, 12.0)
+    race.run(200)
+    race.open()
+    assert race.made[0].restarts == 1
+
+
+def test_where_there_is_no_room_for_trials_the_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0, 5.0)
+    race.open()
+    race.run(200)
+    winner = race.contest.winner
+    race.costs_us["0"] = None
+    winner.cost_us = 20.0
+    race.run(100)
+    assert set(race.refusals) == {"no 0"}
+    assert race.contest.winner is winner
+    assert not winner.released
 
 
 def test_every_step_is_run_once() -> None:
@@ -219,8 +266,9 @@ def test_if_not_even_the_first_can_be_made_the_call_is_refused() -> None:
     while len(race.made) < 2:
         race.run(1)
     race.costs_us.update({"0": None, "1": None})
-    with pytest.raises(RefusedError, match="no 0"):
+    with pytest.raises(RefusedError, match="no 0") as caught:
         race.run(150)
+    assert caught.value.passing
     assert race.alive() == []
     with pytest.raises(RefusedError, match="no 0"):
         Race(None)
@@ -246,7 +294,7 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert race.alive() == ["1"]
     made = len(race.made)
     race.contest.winner.cost_us = 20.0
-    race.run(50)  # the next look comes later
+    race.run(60 - race.contest._replays)  # the next look comes after 60
     assert len(race.made) == made
     race.run(200)
     assert len(race.made) > made
