@@ -73,5 +73,5 @@ interpreter:
 	@echo "Setting up .venv with $$($(PYTHON) --version): once, several minutes where torch must be downloaded."
 	.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,nlp]'
 	@touch $@

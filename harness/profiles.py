@@ -63,6 +63,10 @@ CASES = (
     Case("resnet18", 4, "cpu", 10, default=True),
     Case("resnet18", 8, "cpu", 10),
     Case("resnet18", 32, "cpu", 10),
+    Case("resnet50", 1, "cpu", 5, default=True),
+    Case("vit_b_16", 1, "cpu", 5, default=True),
+    Case("bert_base", 1, "cpu", 5, default=True),
+    Case("gpt2_small", 1, "cpu", 5, default=True),
     Case("mlp", 8, "cuda", 300),
     Case("mlp", 64, "cuda", 300, default=True),
     Case("mlp", 128, "cuda", 300),
@@ -75,9 +79,21 @@ CASES = (
     Case("resnet18", 64, "cuda", 300),
     Case("resnet18", 128, "cuda", 300, default=True),
     Case("resnet18", 512, "cuda", 300),
+    Case("resnet50", 8, "cuda", 300),
+    Case("resnet50", 32, "cuda", 300, default=True),
+    Case("vit_b_16", 8, "cuda", 300),
+    Case("vit_b_16", 32, "cuda", 300, default=True),
+    Case("bert_base", 4, "cuda", 300),
+    Case("bert_base", 16, "cuda", 300, default=True),
+    Case("gpt2_small", 1, "cuda", 300),
+    Case("gpt2_small", 4, "cuda", 300, default=True),
 )
 """Every case there is: the sizes that `models` names for each device (a test holds the two together), listed here
-because asv starts a process for each parameter, and none of them should have to import torch."""
+because asv starts a process for each parameter, and none of them should have to import torch. A round keeps all
+variants of a case in memory at once, so the large models have no sizes above the default."""
+
+FULL_ONLY = ("resnet50", "vit_b_16", "bert_base", "gpt2_small")
+"""The models that the quick profile has no time for: those that `models` calls large."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +140,11 @@ def effort(profile: Name, device_type: DeviceType) -> Effort:
 
 def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
     """The cases of a profile on a kind of device; :func:`left_out` says what it measures of each."""
-    everything = profile == "full" or device_type == "cuda"
-    return tuple(case for case in CASES if case.device_type == device_type and (case.default or everything))
+    on_device = tuple(case for case in CASES if case.device_type == device_type)
+    if profile == "full":
+        return on_device
+    sweeps = device_type == "cuda"
+    return tuple(case for case in on_device if case.model not in FULL_ONLY and (case.default or sweeps))
 
 
 def needs_profile(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> bool:

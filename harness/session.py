@@ -141,8 +141,9 @@ class Session:
     def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
         """What is measured of a case; of the other variants the reason is recorded."""
         tasks = []
+        missing = models.missing(case.model)
         for variant in variants.VARIANTS.values():
-            unavailable = found.unavailable.get(variant.name)
+            unavailable = missing or found.unavailable.get(variant.name)
             left_out = profiles.left_out(self._context.profile, case, variant, at_head=self._context.at_head)
             if unavailable is not None:
                 self._leave_out(case, variant.name, "skipped", unavailable)

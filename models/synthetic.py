@@ -1,12 +1,13 @@
 """Deterministic images with learnable classes, for training that means something without any file or network."""
 
 import functools
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from models.drawing import batch_generator, check_signal, generator
 
 _PROTOTYPES_PER_CLASS = 3
 _COARSE_SIDE = 7
@@ -32,40 +33,38 @@ class SyntheticImages:
     """The prototype's share of an image's standard deviation, in (0, 1); the rest is noise. More pixels need less."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.signal < 1:
-            raise ValueError(f"signal must lie between 0 and 1, not be {self.signal}")
+        check_signal(self.signal)
 
     def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Batch number `index`: images (batch_size, *shape) float32, contiguous, and labels (batch_size,) int64.
 
         Raises ValueError for a batch size below 1 or a negative index.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        if index < 0:
-            raise ValueError(f"index must not be negative, not {index}")
-        prototypes = _prototypes(self.shape, self.num_classes, self.seed)
-        generator = _generator("batch", self, batch_size, index)
-        labels = torch.randint(self.num_classes, (batch_size,), generator=generator, device="cpu")
-        variants = torch.randint(_PROTOTYPES_PER_CLASS, (batch_size,), generator=generator, device="cpu")
-        shifts = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2, batch_size, 1), generator=generator, device="cpu")
-        images = _shifted(prototypes[labels, variants], shifts)
-        noise = torch.randn(images.shape, generator=generator, dtype=torch.float32, device="cpu")
+        source = batch_generator(self, batch_size, index)
+        labels = torch.randint(self.num_classes, (batch_size,), generator=source, device="cpu")
+        variants = torch.randint(_PROTOTYPES_PER_CLASS, (batch_size,), generator=source, device="cpu")
+        shifts = torch.randint(-_MAX_SHIFT, _MAX_SHIFT + 1, (2, batch_size, 1), generator=source, device="cpu")
+        coarse = _coarse_prototypes(self.shape, self.num_classes, self.seed)[labels, variants]
+        images = _shifted(_smooth(coarse, self.shape[1:]), shifts)
+        noise = torch.randn(images.shape, generator=source, dtype=torch.float32, device="cpu")
         images = self.signal * images + (1 - self.signal**2) ** 0.5 * noise
         return images.to(device), labels.to(device)
 
 
 @functools.lru_cache(maxsize=8)
-def _prototypes(shape: tuple[int, int, int], num_classes: int, seed: int) -> Tensor:
-    """(num_classes, prototypes per class, *shape) float32, each of mean 0 and variance 1."""
-    channels, height, width = shape
-    count = num_classes * _PROTOTYPES_PER_CLASS
-    generator = _generator("prototypes", shape, num_classes, seed)
-    coarse_shape = (count, channels, _COARSE_SIDE, _COARSE_SIDE)
-    coarse = torch.randn(coarse_shape, generator=generator, dtype=torch.float32, device="cpu")
-    smooth = functional.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False)
+def _coarse_prototypes(shape: tuple[int, int, int], num_classes: int, seed: int) -> Tensor:
+    """(num_classes, prototypes per class, channels, 7, 7) float32: whole ones would take gigabytes for large images."""
+    channels = shape[0]
+    coarse_shape = (num_classes, _PROTOTYPES_PER_CLASS, channels, _COARSE_SIDE, _COARSE_SIDE)
+    source = generator("prototypes", shape, num_classes, seed)
+    return torch.randn(coarse_shape, generator=source, dtype=torch.float32, device="cpu")
+
+
+def _smooth(coarse: Tensor, size: tuple[int, int]) -> Tensor:
+    """(batch, channels, *size) float32, each image of mean 0 and variance 1."""
+    smooth = functional.interpolate(coarse, size=size, mode="bilinear", align_corners=False)
     deviation, mean = torch.std_mean(smooth, dim=(1, 2, 3), keepdim=True)
-    return ((smooth - mean) / deviation).view(num_classes, _PROTOTYPES_PER_CLASS, *shape)
+    return (smooth - mean) / deviation
 
 
 def _shifted(images: Tensor, shifts: Tensor) -> Tensor:
@@ -80,9 +79,3 @@ def _shifted(images: Tensor, shifts: Tensor) -> Tensor:
         rows[:, None, :, None],
         columns[:, None, None, :],
     ]
-
-
-def _generator(*key: object) -> torch.Generator:
-    """A CPU generator whose state is a function of `key` alone; equal keys have equal `repr`."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -22,6 +22,13 @@ _DESCRIBED_UNASKED = (
 )
 
 
+def missing() -> str | None:
+    """Why torchvision cannot be imported, and what to do; None if it can be."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return None
+    return f"torchvision is not installed: install the release made for torch {torch.__version__}"
+
+
 def import_torchvision(submodule: str) -> ModuleType:
     """`torchvision.<submodule>`, with torchvision's compiled operators where they load and without where they do not.
 
@@ -35,11 +42,11 @@ def import_torchvision(submodule: str) -> ModuleType:
 @functools.cache
 def _declare_missing_operators() -> torch.library.Library | None:
     """The declarations, which last as long as the returned value (the cache keeps it); None if nothing is missing."""
+    reason = missing()
+    if reason is not None:
+        raise ModuleNotFoundError(reason, name="torchvision")
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
-            f"torchvision is not installed: install the release made for torch {torch.__version__}", name="torchvision"
-        )
+    assert spec is not None and spec.submodule_search_locations
     if _loads_compiled_operators(Path(spec.submodule_search_locations[0])):
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -3,11 +3,23 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from models.synthetic import SyntheticImages
+
+class Data(Protocol):
+    """An endless set of examples, cut into numbered batches."""
+
+    def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """Batch number `index`: what the module takes, and what the loss compares its output with.
+
+        Both have `batch_size` rows, are functions of data set, size and index alone, and are the caller's to change.
+        Different numbers are fresh draws. torch's global random state is left as it is.
+        Raises ValueError for a batch size below 1 or a negative index.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +31,7 @@ class Workload:
     """On the CPU, float32, in train mode, initialized from the seed that `build` was given."""
     loss_fn: Callable[[Tensor, Tensor], Tensor]
     """`loss_fn(module(x), y)` is the mean loss of a batch, a float32 scalar."""
-    data: SyntheticImages
+    data: Data
     default_batch_size: Mapping[str, int]
     """By device type: "cpu" and "cuda"."""
     batch_sizes: Mapping[str, tuple[int, ...]]
@@ -30,7 +42,7 @@ class Workload:
     """Whether an expert would train it in `torch.channels_last`."""
 
     def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number `index` of the synthetic data: see `SyntheticImages.batch`."""
+        """Batch number `index` of the synthetic data: see `Data.batch`."""
         return self.data.batch(batch_size, index=index, device=device)
 
 

@@ -5,14 +5,27 @@ import pytest
 import models
 from harness import profiles, variants
 
+LARGE = models.names(large=True)[len(models.names()) :]
+
+
+@pytest.mark.parametrize("model", [*models.names(), *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+def test_cases_are_the_sizes_that_models_name(model: str) -> None:
+    reason = models.missing(model)
+    if reason is not None:
+        pytest.skip(reason)
+    workload = models.build(model)
+    for device_type, sizes in workload.batch_sizes.items():
+        cases = [case for case in profiles.CASES if (case.model, case.device_type) == (model, device_type)]
+        assert tuple(case.batch for case in cases) == sizes
+        assert [case.batch for case in cases if case.default] == [workload.default_batch_size[device_type]]
+
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("model", models.names())
-def test_cases_are_the_sizes_that_models_name(model: str, device_type: profiles.DeviceType) -> None:
-    workload = models.build(model)
-    cases = [case for case in profiles.CASES if (case.model, case.device_type) == (model, device_type)]
-    assert tuple(case.batch for case in cases) == workload.batch_sizes[device_type]
-    assert [case.batch for case in cases if case.default] == [workload.default_batch_size[device_type]]
+def test_the_large_models_are_part_of_the_full_profile_alone(device_type: profiles.DeviceType) -> None:
+    assert profiles.FULL_ONLY == LARGE
+    full = dict.fromkeys(case.model for case in profiles.cases("full", device_type))
+    assert tuple(full) == models.names(large=True)
+    assert {case.model for case in profiles.cases("quick", device_type)} == set(models.names())
 
 
 def test_a_case_names_model_and_batch() -> None:

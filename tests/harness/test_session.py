@@ -113,6 +113,19 @@ def test_every_variant_is_measured_or_skipped_with_a_reason(context: Context) ->
     assert {entry.status for (_, variant), entry in skips.items() if variant != DROPIN} == {"left out"}
 
 
+def test_a_model_that_cannot_be_built_is_skipped_with_a_reason(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = {"lenet": "transformers is not installed"}
+    monkeypatch.setattr(session.models, "missing", reasons.get)
+    measured, history = run(context, Pretender())
+    assert {entry.case for entry in history.profiles(COMMIT)} == {"mlp-b4"}
+    skips = [entry for entry in history.skips(COMMIT) if entry.case == "lenet-b4"]
+    assert {entry.variant for entry in skips} == set(variants.names())
+    assert {(entry.status, entry.reason) for entry in skips} == {("skipped", "transformers is not installed")}
+    assert measured["lenet-b4", EAGER]["status"] == "skipped"
+
+
 def test_head_is_compiled_once(context: Context) -> None:
     measured, _ = run(replace(context, at_head=True), Pretender())
     assert measured["mlp-b4", "compile_fp32"]["status"] == "measured"

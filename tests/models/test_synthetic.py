@@ -46,6 +46,14 @@ def test_the_same_number_is_the_same_batch(index: int, batch_size: int, seed: in
     assert fingerprint(*data.batch(batch_size, index=index + 1)) != fingerprint(*first)
 
 
+def test_images_may_be_large_and_classes_many() -> None:
+    x, y = SyntheticImages((3, 224, 224), num_classes=1000).batch(8)
+    assert (x.shape, y.max().item() < 1000) == ((8, 3, 224, 224), True)
+    assert torch.unique(y).numel() > 4
+    assert (x.mean((1, 2, 3)).abs() < 0.02).all()
+    assert ((x.var((1, 2, 3)) - 1).abs() < 0.05).all()
+
+
 def test_sets_of_different_seeds_show_different_classes() -> None:
     means = [SyntheticImages((1, 28, 28), seed=seed).batch(4000)[0].mean(0) for seed in (0, 1)]
     assert not torch.allclose(means[0], means[1], atol=0.02)

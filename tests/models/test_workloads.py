@@ -6,7 +6,20 @@ import pytest
 import torch
 
 import models
+from models import bert, gpt2
 from models.mlp import MLP
+
+LARGE = models.names(large=True)[len(models.names()) :]
+EVERY = [*models.names(), *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A workload that can be built here."""
+    reason = models.missing(request.param)
+    if reason is not None:
+        pytest.skip(reason)
+    return str(request.param)
 
 
 def state(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -33,11 +46,13 @@ def accuracy(workload: models.Workload, *, index: int) -> float:
 
 def test_names_are_the_choices() -> None:
     assert models.names() == ("mlp", "lenet", "resnet18")
-    with pytest.raises(ValueError, match="no model 'vgg'; choose one of: mlp, lenet, resnet18"):
-        models.build("vgg")
+    assert models.names(large=True) == (*models.names(), "resnet50", "vit_b_16", "bert_base", "gpt2_small")
+    for function in (models.build, models.missing):
+        with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of: mlp, lenet, .*, gpt2_small$"):
+            function("vgg")
 
 
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", EVERY, indirect=True)
 class TestEveryWorkload:
     def test_module_is_float32_on_the_cpu_in_train_mode(self, name: str) -> None:
         workload = models.build(name)
@@ -56,7 +71,8 @@ class TestEveryWorkload:
         assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
     def test_global_state_is_left_alone(self, name: str) -> None:
-        expected = state(models.build(name).module)
+        reference = models.build(name)
+        expected_x, _ = reference.batch(2)
         rng = torch.get_rng_state()
         torch.set_default_dtype(torch.float64)
         try:
@@ -67,14 +83,16 @@ class TestEveryWorkload:
         finally:
             torch.set_default_dtype(torch.float32)
         assert torch.equal(torch.get_rng_state(), rng)
-        assert (x.device.type, x.dtype) == ("cpu", torch.float32)
-        for tensor, reference in zip(state(workload.module), expected, strict=True):
-            assert torch.equal(tensor, reference)
+        assert (x.device, x.dtype) == (expected_x.device, expected_x.dtype)
+        assert torch.equal(x, expected_x)
+        for tensor, expected in zip(state(workload.module), state(reference.module), strict=True):
+            assert torch.equal(tensor, expected)
 
-    def test_one_step_moves_every_parameter(self, name: str) -> None:
+    def test_two_steps_move_every_parameter(self, name: str) -> None:
+        """One would not: the output layer of torchvision's ViT begins with zeros."""
         workload = models.build(name)
         before = copy.deepcopy(list(workload.module.parameters()))
-        train(workload, steps=1, batch_size=4)
+        train(workload, steps=2, batch_size=workload.default_batch_size["cpu"])
         for parameter, old in zip(workload.module.parameters(), before, strict=True):
             assert torch.isfinite(parameter).all()
             assert not torch.equal(parameter, old)
@@ -87,9 +105,30 @@ class TestEveryWorkload:
             assert workload.default_batch_size[device_type] in sizes
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("mlp", 535_818), ("lenet", 61_706), ("resnet18", 11_173_962)])
+def number_of_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mlp", 535_818),
+        ("lenet", 61_706),
+        ("resnet18", 11_173_962),
+        ("resnet50", 25_557_032),
+        ("vit_b_16", 86_567_656),
+    ],
+    indirect=["name"],
+)
 def test_architecture_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
-    assert sum(parameter.numel() for parameter in models.build(name).module.parameters()) == parameters
+    assert number_of_parameters(models.build(name).module) == parameters
+
+
+def test_language_models_have_the_published_number_of_parameters() -> None:
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        assert number_of_parameters(bert.classifier(bert.configuration())) == 109_483_778
+        assert number_of_parameters(gpt2.language_model(gpt2.configuration())) == 124_439_808
 
 
 def test_resnet_has_the_cifar_stem() -> None:
