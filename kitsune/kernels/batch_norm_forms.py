@@ -1,0 +1,93 @@
+"""The forms of the batch norm kernels: how a tensor is cut into tiles and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from kitsune.kernels.batch_norm import Layout
+
+_TILES_A_PROGRAM = 4  # where nothing is summed
+_MOST_ROWS_OF_ONE_PROGRAM = 2**15  # with more, one program a block of channels takes too long
+_MOST_PARTIALS = 1024  # all of a channel's are summed in one tile
+_FEW_CHANNELS = 8  # of float32: one sector of memory
+_FINISHED_AT_ONCE = 2**13
+
+
+class Form(NamedTuple):
+    """A tile is `block_rows` times `block_channels` values.
+
+    Sums over rows are made by up to `num_partials` programs for each block of channels, and then of their partial sums.
+    With 1 partial there are no partial sums: one program for each block of channels does all in one launch.
+    """
+
+    block_rows: int
+    block_channels: int
+    num_warps: int
+    num_partials: int
+
+
+class Split(NamedTuple):
+    """How the rows of one tensor are shared among programs."""
+
+    num_partials: int
+    rows_a_partial: int  # a multiple of a tile's
+    num_row_programs: int  # where nothing is summed
+    rows_a_program: int
+    finish_partials: int  # the tile in which partial sums are added
+    finish_channels: int
+
+
+def split(form: Form, layout: Layout) -> Split:
+    tiles_a_partial = _cdiv(_cdiv(layout.rows, form.num_partials), form.block_rows)
+    rows_a_partial = tiles_a_partial * form.block_rows
+    num_partials = _cdiv(layout.rows, rows_a_partial)
+    rows_a_program = _TILES_A_PROGRAM * form.block_rows
+    finish_partials = _power_of_2(num_partials)
+    finish_channels = max(_FEW_CHANNELS, min(64, _FINISHED_AT_ONCE // finish_partials, _power_of_2(layout.channels)))
+    return Split(
+        num_partials,
+        rows_a_partial,
+        _cdiv(layout.rows, rows_a_program),
+        rows_a_program,
+        finish_partials,
+        finish_channels,
+    )
+
+
+@cache
+def forms(layout: Layout, num_processors: int) -> tuple[Form, ...]:
+    """At most twelve, for a device of so many multiprocessors; the first is a fair choice for most shapes."""
+    found = []
+    for block_rows, block_channels, num_warps in _tiles(layout, one_launch=False):
+        blocks = _cdiv(layout.rows, block_rows), _cdiv(layout.channels, block_channels)
+        for programs_a_processor in (4, 8):
+            wanted = programs_a_processor * num_processors // blocks[1]
+            num_partials = max(2, min(wanted, blocks[0], _MOST_PARTIALS))
+            found.append(Form(block_rows, block_channels, num_warps, num_partials))
+    if layout.rows <= _MOST_ROWS_OF_ONE_PROGRAM:
+        for block_rows, block_channels, num_warps in _tiles(layout, one_launch=True):
+            found.append(Form(min(block_rows, _power_of_2(layout.rows)), block_channels, num_warps, 1))
+    return tuple(dict.fromkeys(found))
+
+
+def _tiles(layout: Layout, *, one_launch: bool) -> Iterator[tuple[int, int, int]]:
+    """Rows, channels and warps. Where channels come last, threads read along them, else along the rows."""
+    tiles: tuple[tuple[int, int, int], ...] = ((2048, 1, 4), (4096, 1, 8), (512, 4, 4))
+    if layout.channels_last and one_launch:
+        tiles = ((128, 16, 4), (256, 16, 8), (128, 32, 8), (64, 64, 8))
+    elif layout.channels_last:
+        tiles = ((32, 64, 4), (64, 64, 4), (32, 128, 4), (64, 32, 4))
+    for block_rows, block_channels, num_warps in tiles:
+        fewer = min(block_channels, _power_of_2(layout.channels))
+        yield block_rows * block_channels // fewer, fewer, num_warps
+
+
+def _cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest one that is no less than `number`."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,261 @@
+"""The launches of `kitsune.kernels.batch_norm` on CUDA. To be imported where Triton is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kitsune.kernels.batch_norm import Layout, layout_of
+from kitsune.kernels.batch_norm_backward_triton import apply_gradients, backward_in_one, finish_sums, partial_sums
+from kitsune.kernels.batch_norm_forms import Form, forms, split
+from kitsune.kernels.batch_norm_forward_triton import apply, finish_statistics, forward_in_one, partial_statistics
+from kitsune.kernels.tuning import choose
+
+Outputs = tuple[Tensor, ...]
+
+_INTERPRETED_PROCESSORS = 1
+
+
+class _Norm(NamedTuple):
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    save_mean: Tensor
+    save_invstd: Tensor
+
+
+class _Training(NamedTuple):
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    eps: float
+
+    def arguments(self) -> tuple[Tensor | float | None, ...]:
+        return self.running_mean, self.running_var, self.momentum, 1 - self.momentum, self.eps
+
+    def without_effect(self, norm: _Norm) -> _Training:
+        """The same, for a trial: in place of the running statistics, the results of `norm` are written once more."""
+        if self.running_mean is None:
+            return self
+        return self._replace(running_mean=norm.save_mean, running_var=norm.save_invstd)
+
+
+class _Gradients(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def batch_norm(
+    outputs: Outputs,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    momentum: float,
+    eps: float,
+    relu: bool,
+) -> None:
+    """Like all below: launches on the current stream what `kitsune.kernels.batch_norm` says and checks."""
+    y, save_mean, save_invstd = outputs
+    a = _Norm(x, weight, bias, save_mean, save_invstd)
+    _forward(y, residual, a, _Training(running_mean, running_var, momentum, eps), None, None, relu)
+
+
+def batch_norm_backward(
+    outputs: Outputs,
+    grad_y: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    *,
+    relu: bool,
+) -> None:
+    norm = _Norm(x, weight, bias, save_mean, save_invstd)
+    _backward(grad_y, y, None, norm, _Gradients(*outputs), None, None, relu)
+
+
+def batch_norm_residual_backward(
+    outputs: Outputs,
+    grad_y: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+) -> None:
+    grad_x, grad_residual, grad_weight, grad_bias = outputs
+    norm = _Norm(x, weight, None, save_mean, save_invstd)
+    _backward(grad_y, y, grad_residual, norm, _Gradients(grad_x, grad_weight, grad_bias), None, None, True)
+
+
+def batch_norm_join(
+    outputs: Outputs,
+    a: Tensor,
+    weight_a: Tensor | None,
+    bias_a: Tensor | None,
+    running_mean_a: Tensor | None,
+    running_var_a: Tensor | None,
+    b: Tensor,
+    weight_b: Tensor | None,
+    bias_b: Tensor | None,
+    running_mean_b: Tensor | None,
+    running_var_b: Tensor | None,
+    *,
+    momentum_a: float,
+    eps_a: float,
+    momentum_b: float,
+    eps_b: float,
+) -> None:
+    y, save_mean_a, save_invstd_a, save_mean_b, save_invstd_b = outputs
+    _forward(
+        y,
+        None,
+        _Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a),
+        _Training(running_mean_a, running_var_a, momentum_a, eps_a),
+        _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b),
+        _Training(running_mean_b, running_var_b, momentum_b, eps_b),
+        True,
+    )
+
+
+def batch_norm_join_backward(
+    outputs: Outputs,
+    grad_y: Tensor,
+    y: Tensor | None,
+    a: Tensor,
+    weight_a: Tensor | None,
+    bias_a: Tensor | None,
+    save_mean_a: Tensor,
+    save_invstd_a: Tensor,
+    b: Tensor,
+    weight_b: Tensor | None,
+    bias_b: Tensor | None,
+    save_mean_b: Tensor,
+    save_invstd_b: Tensor,
+) -> None:
+    norm_a = _Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a)
+    norm_b = _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b)
+    _backward(grad_y, y, None, norm_a, _Gradients(*outputs[:3]), norm_b, _Gradients(*outputs[3:]), True)
+
+
+def _forward(
+    y: Tensor,
+    residual: Tensor | None,
+    a: _Norm,
+    training_a: _Training,
+    b: _Norm | None,
+    training_b: _Training | None,
+    relu: bool,
+) -> None:
+    layout = layout_of(a.x)
+    matrix = (layout.rows, layout.channels, layout.spatial)
+    of_a, of_b = tuple(a), None if b is None else tuple(b)
+    branches = 1 if b is None else 2
+
+    def run(form: Form, training_a: _Training, training_b: _Training | None) -> None:
+        tile = _tile(form, layout)
+        trained = of_a, training_a.arguments(), of_b, None if training_b is None else training_b.arguments()
+        blocks = triton.cdiv(layout.channels, form.block_channels)
+        if form.num_partials == 1:
+            forward_in_one[(1, blocks)](y, residual, *trained, *matrix, relu=relu, **tile)
+            return
+        parts = split(form, layout)
+        partials = a.save_mean.new_empty(branches, 2, parts.num_partials, layout.channels)
+        partial_statistics[(parts.num_partials, blocks, branches)](
+            partials, a.x, None if b is None else b.x, *matrix, parts.rows_a_partial, **tile
+        )
+        finish_statistics[(triton.cdiv(layout.channels, parts.finish_channels), branches)](
+            partials,
+            *trained,
+            layout.rows,
+            layout.channels,
+            parts.num_partials,
+            parts.rows_a_partial,
+            block_partials=parts.finish_partials,
+            block_channels=parts.finish_channels,
+        )
+        apply[(parts.num_row_programs, blocks)](
+            y, residual, of_a, of_b, *matrix, parts.rows_a_program, relu=relu, **tile
+        )
+
+    trial_a = training_a.without_effect(a)
+    trial_b = None if b is None or training_b is None else training_b.without_effect(b)
+    key = f"batch_norm {a.x.dtype} {layout} relu={relu} residual={residual is not None} joined={b is not None}"
+    run(_choose(key, layout, lambda form: run(form, trial_a, trial_b), y.device), training_a, training_b)
+
+
+def _backward(
+    grad_y: Tensor,
+    y: Tensor | None,
+    grad_residual: Tensor | None,
+    a: _Norm,
+    grads_a: _Gradients,
+    b: _Norm | None,
+    grads_b: _Gradients | None,
+    relu: bool,
+) -> None:
+    layout = layout_of(a.x)
+    matrix = (layout.rows, layout.channels, layout.spatial)
+    of_a, of_b = tuple(a), None if b is None else tuple(b)
+    pairs = of_a, tuple(grads_a), of_b, None if grads_b is None else tuple(grads_b)
+    # The gradient of the residual is masked already: `y` need not be read again.
+    masked, mask_by, mask = (grad_y, y, relu) if grad_residual is None else (grad_residual, None, False)
+
+    def run(form: Form) -> None:
+        tile = _tile(form, layout)
+        blocks = triton.cdiv(layout.channels, form.block_channels)
+        if form.num_partials == 1:
+            backward_in_one[(1, blocks)](grad_y, y, grad_residual, *pairs, *matrix, relu=relu, **tile)
+            return
+        parts = split(form, layout)
+        partials = a.save_mean.new_empty(2 if b is None else 3, parts.num_partials, layout.channels)
+        partial_sums[(parts.num_partials, blocks)](
+            partials, grad_y, y, grad_residual, of_a, of_b, *matrix, parts.rows_a_partial, relu=relu, **tile
+        )
+        finish_sums[(triton.cdiv(layout.channels, parts.finish_channels),)](
+            partials,
+            *pairs,
+            layout.channels,
+            parts.num_partials,
+            block_partials=parts.finish_partials,
+            block_channels=parts.finish_channels,
+        )
+        apply_gradients[(parts.num_row_programs, blocks)](
+            masked, mask_by, *pairs, *matrix, parts.rows_a_program, relu=mask, **tile
+        )
+
+    source = "none" if not relu else "x" if y is None else "y"
+    key = f"batch_norm_backward {a.x.dtype} {layout} mask={source} residual={grad_residual is not None}"
+    run(_choose(f"{key} joined={b is not None}", layout, run, grad_y.device))
+
+
+def _tile(form: Form, layout: Layout) -> dict[str, int]:
+    return {
+        "channels_last": layout.channels_last,
+        "block_rows": form.block_rows,
+        "block_channels": form.block_channels,
+        "num_warps": form.num_warps,
+    }
+
+
+def _choose(key: str, layout: Layout, run: Callable[[Form], None], device: torch.device) -> Form:
+    return choose(key, forms(layout, _num_processors(device)), run, device)
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,95 @@
+"""The choice between forms of a kernel, with times that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from kitsune.kernels import tuning
+from kitsune.kernels.tuning import choose
+from kitsune.timing import CostCache
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+HERE = {"device": "test", "torch": "2"}
+
+Times = Mapping[str, float | Exception]
+
+
+class Device:
+    """Runs forms, which take the times that it is given, or raise; counts what is timed."""
+
+    def __init__(self, times: Times) -> None:
+        self.times = times
+        self.timed: list[str] = []
+
+    def run(self, form: str) -> None:
+        self.timed.append(form)
+        if isinstance(found := self.times[form], Exception):
+            raise found
+
+    def device_us(self, run: Callable[[], object], _device: torch.device, *, limit_s: float) -> float:
+        assert 0 < limit_s < 1
+        run()
+        us = self.times[self.timed[-1]]
+        assert isinstance(us, float)
+        return us
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Times], Device]]:
+    def make(times: Times) -> Device:
+        """A process of its own, as far as choices are remembered."""
+        device = Device(times)
+        tuning._costs.cache_clear()
+        tuning._chosen.clear()
+        monkeypatch.setattr(tuning, "device_us", device.device_us)
+        return device
+
+    monkeypatch.setattr(CostCache, "of", classmethod(lambda cls, _device: cls(tmp_path, HERE)))
+    yield make
+    tuning._costs.cache_clear()
+    tuning._chosen.clear()
+
+
+def test_the_fastest_is_chosen_and_timed_once(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "middle": 1.0, "large": 2.0})
+    for _ in range(3):
+        assert choose("mm 64x64", ("small", "middle", "large"), gpu.run, CUDA) == "middle"
+    assert gpu.timed == ["small", "middle", "large"]
+
+
+def test_other_keys_and_other_devices_are_other_choices(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": 2.0})
+    assert choose("mm 64x64", ("small", "large"), gpu.run, CUDA) == "large"
+    gpu.times = {"small": 1.0, "large": 2.0}
+    assert choose("mm 8x8", ("small", "large"), gpu.run, CUDA) == "small"
+    assert choose("mm 64x64", ("small", "large"), gpu.run, CUDA) == "large"
+
+
+def test_another_process_finds_the_times_on_disk(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": 2.0})
+    choose("mm", ("small", "large"), gpu.run, CUDA)
+    gpu = device({})
+    assert choose("mm", ("small", "large"), gpu.run, CUDA) == "large"
+    assert gpu.timed == []
+
+
+def test_a_form_that_does_not_work_is_passed_over(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": RuntimeError("out of resource: shared memory")})
+    assert choose("mm", ("large", "small"), gpu.run, CUDA) == "small"
+
+
+def test_where_none_works_all_reasons_are_told(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": ValueError("no code"), "large": RuntimeError("out of resource")})
+    with pytest.raises(RuntimeError, match=r"mm works on cuda:0: 'small': no code; 'large': out of resource"):
+        choose("mm", ("small", "large"), gpu.run, CUDA)
+
+
+def test_on_the_cpu_and_without_a_choice_nothing_is_timed(device: Callable[[Times], Device]) -> None:
+    gpu = device({})
+    assert choose("mm", ("small", "large"), gpu.run, CPU) == "small"
+    assert choose("mm", ("only",), gpu.run, CUDA) == "only"
+    assert gpu.timed == []
