@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -45,6 +46,9 @@ class ByAddress:
 
     Raises:
         RefusedError: not even the recording that copies can be made.
+
+    Attributes:
+        recording_seconds: wall time spent on recordings in the midst of replays.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class ByAddress:
         self._record, self._copied, self._is_worthwhile = record, sorted(copied), is_worthwhile
         self._copying = record(inputs, in_place=())
         self._at: dict[tuple[int, ...], Recording] = {}
+        self.recording_seconds = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -98,11 +103,14 @@ class ByAddress:
             return None
         if self._overlap(inputs):
             return None
+        started = time.perf_counter()
         try:
             recording = self._at[place] = self._record(inputs, in_place=self._copied)
         except RefusedError:  # the others serve as well
             self._looking = False
             return None
+        finally:
+            self.recording_seconds += time.perf_counter() - started
         return recording
 
     def _overlap(self, inputs: Sequence[torch.Tensor]) -> bool:

@@ -225,7 +225,7 @@ class WholeStep(GuardedStep):
         if self._is_reopened and self.chooser.settled:
             self._is_reopened = False
             _clear(self._memory, inputs[0].device)  # the eager steps have left some
-        settled = contest.settled
+        settled, recorded = contest.settled, contest.winner.recording_seconds
         try:
             outputs = contest(inputs, follows=self.follows_itself)
         except RefusedError:
@@ -234,7 +234,7 @@ class WholeStep(GuardedStep):
         except BaseException:  # an interrupt, perhaps in the midst of a recording
             self.release()
             raise
-        self.setup_seconds += contest.take_making_seconds()
+        self.setup_seconds += contest.take_making_seconds() + max(0.0, contest.winner.recording_seconds - recorded)
         if contest.settled != settled:
             self._choice = _choice(self._plans()[contest.place])
             self.chooser.reopen()

@@ -80,7 +80,9 @@ def test_places_that_come_back_get_recordings_of_their_own() -> None:
     records = Records()
     step, batches = replays(records), ring(3)
     assert run(step, batches, 3 * (SIGHTINGS - 1)) == [0] * 12
+    assert step.recording_seconds == 0
     assert run(step, batches, 6) == [1, 2, 3, 1, 2, 3]
+    assert step.recording_seconds > 0
     assert [made.in_place for made in records.made] == [[], [0], [0], [0]]
     assert step([torch.ones(1), WEIGHT]) == 0
     assert len(ASKED) == 1
