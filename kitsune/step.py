@@ -104,6 +104,9 @@ class TrainStep:
 
         Returns:
             The loss: detached, with one element, the caller's to keep.
+
+        Raises:
+            KitsuneError: another call of this step runs, in another thread or around this one.
         """
         device = self._device_now()
         if device != self._device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_streams, synchronize
+from kitsune.errors import KitsuneError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
@@ -39,6 +41,7 @@ class StepLoop:
         phases = 1 if spec.accumulate == 1 else 2
         self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, log)
         self._latest: WholeStep | None = None
+        self._is_idle = threading.Lock()
         self._fallbacks = 0
         refusal = refuse_streams(device)
         self._uses_streams = refusal is None
@@ -49,7 +52,19 @@ class StepLoop:
             log.add(self._refusal)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """One step; returns its detached loss."""
+        """One step; returns its detached loss.
+
+        Raises:
+            KitsuneError: another thread is in the midst of one; replays of both would write the same memory.
+        """
+        if not self._is_idle.acquire(blocking=False):
+            raise KitsuneError("the training step is called while another call of it runs; calls must not overlap")
+        try:
+            return self._run(args, kwargs)
+        finally:
+            self._is_idle.release()
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         phase = self._accumulators.phase()
         step = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
         step.follows_itself, self._latest = step is self._latest, step

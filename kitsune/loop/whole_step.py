@@ -82,9 +82,7 @@ class WholeStep(GuardedStep):
         self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
-        self._thread = (
-            threading.local()
-        )  # its `spans`: a list that the next run of the thread fills, doing nothing else
+        self._thread = threading.local()  # its `spans` are filled by the next run of the thread, which does no more
 
     @property
     def executor(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -548,3 +549,32 @@ def test_eager_mode_captures_nothing() -> None:
     status = training.status()
     assert (status.mode, status.graphs, status.replays, status.setup_seconds) == ("eager", 0, 0, 0.0)
     assert "mode='eager'" in status.reason
+
+
+def test_calls_that_overlap_are_refused() -> None:
+    """In another thread or from within: both would replay into the same memory."""
+    model, optimizer = net_and_adam()
+    (x, y), _ = batch(0)
+    refused: list[str] = []
+    step: kitsune.TrainStep
+
+    def call_again() -> None:
+        try:
+            step(x, y)
+        except kitsune.KitsuneError as error:
+            refused.append(str(error))
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        call_again()
+        thread = threading.Thread(target=call_again)
+        thread.start()
+        thread.join()
+        return functional.cross_entropy(model(x), y)
+
+    step = kitsune.TrainStep(model, optimizer=optimizer, forward=forward, mode="eager")
+    step(x, y)
+    assert len(refused) == 2
+    assert all("must not overlap" in reason for reason in refused)
+    refused.clear()
+    step(x, y)
+    assert len(refused) == 2
