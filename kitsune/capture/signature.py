@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kitsune.capture.ambient import ambient
 from kitsune.errors import Refusal
 
 
@@ -25,7 +26,7 @@ def call_signature(
         tuple(map(_describe, args)),
         tuple((name, _describe(value)) for name, value in kwargs.items()) if kwargs else (),
         module.training,
-        _ambient(device),
+        ambient(device),
     )
 
 
@@ -66,32 +67,3 @@ def _describe(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return (type(value), *((name, _describe(item)) for name, item in value.items()))
     return ("an object of", type(value))
-
-
-def _ambient(device: torch.device) -> Hashable:
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    common = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        autocast,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-    )
-    if device.type != "cuda":
-        return common
-    matmul, cudnn, cuda = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.cuda
-    return (
-        *common,
-        matmul.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.deterministic,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )

@@ -141,6 +141,7 @@ class Binding:
         self._selection = self._select()
         self._slots = self._make_slots()
         self._watched = self._watch()
+        self._latest_state: list[tuple[Any, ...]] | None = None
         self._state_tensors = [tensor for _, tensors in self._watched for _, tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._state_tensors]
         self._write_scalars()
@@ -192,12 +193,8 @@ class Binding:
             return "the optimizer's parameters"
         if self._select() != self._selection:
             return CONSTANTS if self.style == "fused" else "the optimizer's options"
-        states = self._optimizer.state
-        for param, tensors in self._watched:
-            state = states[param]
-            for name, tensor in tensors:
-                if state.get(name) is not tensor:
-                    return "the optimizer's state"
+        if not self._has_same_state():
+            return "the optimizer's state"
         if [tensor.data_ptr() for tensor in self._state_tensors] != self._addresses:
             return "the optimizer's state"
         if not all(mirror.refresh() for mirror in self._mirrors.values()):
@@ -268,6 +265,19 @@ class Binding:
             names = (*slot.state, "step") if slot.steps else tuple(slot.state)
             watched += [(param, [(name, self._state(param, name)) for name in names]) for param in slot.params]
         return watched
+
+    def _has_same_state(self) -> bool:
+        """Whether the state of all parameters consists of the tensors that were captured."""
+        states = self._optimizer.state
+        present = [(id(param), *state, *map(id, state.values())) for param, state in states.items()]
+        if present == self._latest_state:
+            return True
+        for param, tensors in self._watched:
+            state = states.get(param, {})
+            if not all(state.get(name) is tensor for name, tensor in tensors):
+                return False
+        self._latest_state = present
+        return True
 
     def _split(self, slot: _Slot) -> list[_Slot]:
         """Fused updates want one dtype a launch; composed ones also one step count."""

@@ -28,8 +28,9 @@ own_global_hooks: set[int] = set()
 
 def refuse_surroundings() -> Refusal | None:
     """None if nothing around the present call wants to see its operators one by one."""
-    if any(hooks and hooks.keys() - own_global_hooks for hooks in _GLOBAL_HOOKS):
-        return Refusal("global module hooks are registered, which a replay would not run")
+    for hooks in _GLOBAL_HOOKS:
+        if hooks and hooks.keys() - own_global_hooks:
+            return Refusal("global module hooks are registered, which a replay would not run")
     if torch._C._len_torch_dispatch_stack() > 0:
         return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")
     if (mode := refuse_function_modes()) is not None:
@@ -45,9 +46,9 @@ def refuse_surroundings() -> Refusal | None:
 
 def refuse_function_modes() -> Refusal | None:
     """None if no mode is active that would see even the attributes of tensors that Kitsune reads."""
-    modes = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
-    if any(not isinstance(mode, DeviceContext) for mode in modes):
-        return Refusal("a TorchFunctionMode is active, which would not see the functions of a replay")
+    for place in range(torch._C._len_torch_function_stack()):
+        if not isinstance(torch._C._get_function_stack_at(place), DeviceContext):
+            return Refusal("a TorchFunctionMode is active, which would not see the functions of a replay")
     return None
 
 

@@ -43,7 +43,7 @@ class Accumulators:
 
     def covered_by(self, params: Iterable[torch.nn.Parameter]) -> bool:
         """Whether every parameter with a gradient so far is among `params`."""
-        return self._with_gradient <= set(map(id, params))
+        return not self._with_gradient or self._with_gradient <= set(map(id, params))
 
     def added(self, params: Iterable[torch.nn.Parameter]) -> None:
         """A replay has added gradients of `params` to the sums."""

@@ -14,7 +14,9 @@ from kitsune.execution.in_order import InOrder, Outputs
 from kitsune.loop.recording import Recording
 
 # Batches in a ring (of a prefetcher, of an allocator that hands out what was just given back) come back to few places.
-_MOST_PLACES = 8
+# Some more are passed through when the host and the device change their pace.
+_MOST_RECORDINGS = 8
+_MOST_PLACES = 64
 _SIGHTINGS = 100
 
 
@@ -32,10 +34,10 @@ class Record(Protocol):
 class ByAddress:
     """A recorded step that copies its inputs in, beside others of the same step for inputs at certain addresses.
 
-    The loop decides where its batches lie. Where they come back to at most 8 places, each gets a recording of its
-    own, which reads them there. It is replayed only with tensors that lie where it reads, so it sees what a kernel
-    launched in its place would see, and their memory is used again only as after such a kernel. The recordings share
-    the memory of all that they compute.
+    The loop decides where its batches lie. Where they come back to few places, the first 8 that are seen often get
+    recordings of their own, which read them there. Such a recording is replayed only with tensors that lie where it
+    reads, so it sees what a kernel launched in its place would see, and their memory is used again only as after such
+    a kernel. The recordings share the memory of all that they compute.
 
     Args:
         record: makes the recordings.
@@ -97,6 +99,9 @@ class ByAddress:
         if len(self._sightings) > _MOST_PLACES:
             self._looking = False
         if self._sightings[place] < _SIGHTINGS or not self._looking:
+            return None
+        if len(self._at) == _MOST_RECORDINGS:
+            self._looking = False
             return None
         if not self._at and not self._is_worthwhile():
             self._looking = False

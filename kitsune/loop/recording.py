@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import gc
-import operator
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -70,6 +69,7 @@ class Recording:
             compile = False
         self._stable = sorted(stable)
         self._tensors = [inputs[place] for place in self._stable]
+        self._ids = list(map(id, self._tensors))
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._trained = [tensor.requires_grad for tensor in self._tensors]
         self.executor: InOrder | CudaGraph
@@ -98,9 +98,9 @@ class Recording:
         Not every version of Dynamo guards the latter. Only the first inputs may be passed: those are looked at.
         """
         count = bisect.bisect_left(self._stable, len(inputs))
-        tensors = self._tensors[:count]
+        tensors = [inputs[place] for place in self._stable[:count]]
         return (
-            all(map(operator.is_, map(inputs.__getitem__, self._stable[:count]), tensors))
+            list(map(id, tensors)) == self._ids[:count]
             and [tensor.data_ptr() for tensor in tensors] == self._addresses[:count]
             and [tensor.requires_grad for tensor in tensors] == self._trained[:count]
         )

@@ -132,8 +132,12 @@ class WholeStep(GuardedStep):
 
     def describe(self) -> tuple[str, str]:
         mode, reason = super().describe()
-        if mode == "replay" and self._contest is not None and (self._contest.trying or self._may_use_streams()):
+        if mode != "replay" or self._contest is None:
+            return mode, reason
+        if self._contest.trying or self._may_use_streams():
             return "measuring", "schedules of the captured step are being timed"
+        if self._is_reopened:
+            return "measuring", "the memory of the timed steps is given back with the next one"
         return mode, reason
 
     def _drop(self) -> None:

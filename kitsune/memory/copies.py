@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,9 @@ from torch.utils import _pytree as pytree
 _PRIORITY = -2
 
 _NUM_STREAMS = 4
+
+# How many batches may have been handed out whose use is not over: enough to keep the device busy.
+_MOST_IN_USE = 4
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class CudaCopies:
     The tensors of a batch take turns on the streams. So each has memory of its own stream, where torch's allocator
     gives equal sizes the same few places again and again, and batches of few tensors the same few combinations.
 
+    Who receives a batch waits until the device has done what it was asked to do before the fourth batch before that
+    one was received. A host that runs ahead of the device would otherwise fill it with batches.
+
     Attributes:
         device: the target, with its index.
         streams: where the copies run.
@@ -55,6 +62,7 @@ class CudaCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = [torch.cuda.Stream(device, priority=_PRIORITY) for _ in range(_NUM_STREAMS)]
+        self._received: deque[torch.cuda.Event] = deque()
 
     def __call__(self, leaves: Sequence[Any]) -> Sent:
         events = []
@@ -76,6 +84,9 @@ class CudaCopies:
 
     def _receive(self, sent: Sequence[Any], events: Sequence[torch.cuda.Event]) -> None:
         stream = torch.cuda.current_stream(self.device)
+        self._received.append(stream.record_event(torch.cuda.Event(blocking=True)))
+        if len(self._received) > _MOST_IN_USE:
+            self._received.popleft().synchronize()
         for event in events:
             stream.wait_event(event)
         for leaf in sent:

@@ -39,7 +39,8 @@ def prefetch(
         device: where the batches go; an int is the index of a CUDA device. None is the current CUDA device, or the CPU
             where there is none. On the CPU batches are read ahead, and handed out as they are.
         depth: how many batches are held in readiness, at least 1; they take memory of the device. The loader is never
-            asked for more than `depth` batches beyond those handed out.
+            asked for more than `depth` batches beyond those handed out. Of those, the device is still at work on at
+            most five: a host that is further ahead waits for it.
 
     In a batch the tensors in all containers that torch's pytree knows (tuples, named tuples, lists, dicts, ...) are
     moved. They keep their strides, as by `Tensor.to`, and whether they require grad. What is on the device already, is

@@ -79,6 +79,21 @@ def replace_step(optimizer: torch.optim.Optimizer) -> None:
     next(iter(optimizer.state.values()))["step"] = torch.tensor(5.0)
 
 
+def rename_moments(optimizer: torch.optim.Optimizer) -> None:
+    state = next(iter(optimizer.state.values()))
+    names = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+    renamed = {names.get(name, name): tensor for name, tensor in state.items()}
+    state.clear()
+    state.update(renamed)
+
+
+def swap_states(optimizer: torch.optim.Optimizer) -> None:
+    (one, first), (other, second) = optimizer.state.items()
+    optimizer.state.clear()
+    optimizer.state[other] = first
+    optimizer.state[one] = second
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -88,11 +103,14 @@ def replace_step(optimizer: torch.optim.Optimizer) -> None:
         (move_moment, "state"),
         (drop_state, "state"),
         (replace_step, "state"),
+        (rename_moments, "state"),
+        (swap_states, "state"),
     ],
 )
 def test_what_makes_a_binding_stale(change: Callable[[torch.optim.Optimizer], None], words: str) -> None:
     params, optimizer = pair()
     binding = Binding(optimizer, params)
+    assert binding.refresh() is None
     change(optimizer)
     changed = binding.refresh()
     assert changed is not None

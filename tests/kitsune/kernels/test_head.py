@@ -119,7 +119,7 @@ def test_the_scale_is_that_of_the_gradients_alone(machine: Machine) -> None:
     plain = machine.head(*given, None, "none", dtype=torch.float32)
     scale = torch.full((), 1024.0, device=machine.device)
     scaled = machine.head(*given, None, "none", dtype=torch.float32, scale=scale)
-    assert torch.equal(scaled[0], plain[0])
+    torch.testing.assert_close(scaled[0], plain[0], rtol=1e-6, atol=0)  # kernels that are compiled differently
     for one, other in zip(scaled[1:], plain[1:], strict=True):
         torch.testing.assert_close(one / 1024, other, rtol=1e-6, atol=1e-9)
 

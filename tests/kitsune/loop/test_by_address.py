@@ -93,8 +93,16 @@ def test_places_that_come_back_get_recordings_of_their_own() -> None:
 def test_many_places_are_copied_from() -> None:
     records = Records()
     step = replays(records)
-    assert set(run(step, ring(by_address._MOST_PLACES + 1), 300)) == {0}
+    assert set(run(step, ring(by_address._MOST_PLACES + 1), 900)) == {0}
     assert len(records.made) == 1
+
+
+def test_of_some_places_the_first_get_recordings() -> None:
+    records = Records()
+    step, batches = replays(records), ring(by_address._MOST_RECORDINGS + 2)
+    run(step, batches, 10 * SIGHTINGS)
+    assert run(step, batches, 10) == [1, 2, 3, 4, 5, 6, 7, 8, 0, 0]
+    assert len(records.made) == 9
 
 
 def test_a_new_place_now_and_then_leaves_the_others_as_they_are() -> None:

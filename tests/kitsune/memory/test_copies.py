@@ -99,6 +99,15 @@ def test_batches_that_are_kept_stay_as_they_are() -> None:
     assert len({batch.data_ptr() for batch in kept}) == 100
 
 
+def test_the_host_gets_ahead_of_the_device_by_few_batches() -> None:
+    """It would fill the device with batches that are not used yet."""
+    ends = []
+    for _ in kitsune.prefetch(images(20), "cuda"):
+        torch.cuda._sleep(SHORT)
+        ends.append(torch.cuda.current_stream().record_event())
+        assert all(end.query() for end in ends[:-5])
+
+
 @pytest.mark.parametrize("kind", [Delayed, Unawaited])
 def test_every_tensor_of_a_batch_is_awaited(kind: type[CudaCopies], cuda: torch.device) -> None:
     batches = [tuple(images(6)) for _ in range(10)]
