@@ -45,7 +45,9 @@ class Config:
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
             measured fastest stays, one stream included. None: 4 where `mode="auto"` may measure them (without
             `compile` and `max_memory`), else 1. `KitsuneOptimizer` in a loop uses one stream.
-        enable_fusion: fuse operators of the captured graph. Not yet in effect.
+        enable_fusion: let `TrainStep` replace parts of the captured step by fused operators where they are measured
+            to be faster. None: as True where `mode="auto"` may measure them (without `compile` and `max_memory`) on a
+            CUDA device with Triton, else as False. `KitsuneOptimizer` in a loop fuses nothing yet.
     """
 
     mode: Mode = "auto"
@@ -77,24 +79,32 @@ class Config:
             return dataclasses.replace(base, **options)
         return cls(**{**_environment(), **options})
 
-    def not_in_effect(self, *, uses_streams: bool) -> tuple[str, ...]:
+    def not_in_effect(self, *, uses_streams: bool, can_fuse: bool) -> tuple[str, ...]:
         """Options that were given and validated, but that change nothing.
 
         Args:
             uses_streams: whether what the options are for can run on several streams.
+            can_fuse: whether its operators can be fused.
         """
         num_streams = self.max_streams() if uses_streams else 1
         ignored = {
             "num_streams": self.num_streams not in (None, num_streams),
-            "enable_fusion": self.enable_fusion is not None,
+            "enable_fusion": self.enable_fusion is True and not (can_fuse and self.fuses()),
         }
         return tuple(name for name, is_ignored in ignored.items() if is_ignored)
 
     def max_streams(self) -> int:
         """The most streams that a captured step may use."""
-        measures = self.mode == "auto" and not self.compile and self.max_memory is None
         wanted = _DEFAULT_STREAMS if self.num_streams is None else self.num_streams
-        return wanted if measures else 1
+        return wanted if self._measures() else 1
+
+    def fuses(self) -> bool:
+        """Whether operators of a captured step shall be fused where they can be."""
+        return self._measures() and self.enable_fusion is not False
+
+    def _measures(self) -> bool:
+        """Whether plans may be tried."""
+        return self.mode == "auto" and not self.compile and self.max_memory is None
 
 
 def option_names() -> set[str]:

@@ -58,6 +58,13 @@ def refuse_streams(device: torch.device) -> Refusal | None:
     return Refusal(f"num_streams needs CUDA streams, and the step runs on {device.type}")
 
 
+def refuse_fusion(device: torch.device) -> Refusal | None:
+    """None if operators of captured steps may be fused on `device`."""
+    if device.type != "cuda":
+        return Refusal(f"enable_fusion needs CUDA, and the step runs on {device.type}")
+    return refuse_triton(device, "enable_fusion")
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until `device` has done all that was asked of it."""
     if device.type == "cuda":

@@ -17,6 +17,7 @@ class ScheduleTime:
     Attributes:
         strategy: how it was made: `"in order"`, `"chains"` or `"list"`.
         num_streams: the streams that it uses.
+        fused: whether it is of the graph with its operators fused.
         predicted_us: simulated microseconds of a step.
         measured_us: the median time of some steps in the user's loop, so never less than the host takes; None where
             it was not measured.
@@ -25,6 +26,7 @@ class ScheduleTime:
 
     strategy: str
     num_streams: int
+    fused: bool
     predicted_us: float
     measured_us: float | None
     chosen: bool
@@ -33,7 +35,8 @@ class ScheduleTime:
         streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
         measured = "not measured" if self.measured_us is None else f"measured {self.measured_us:.0f} us"
         use = ", in use" if self.chosen else ""
-        return f"{self.strategy} on {streams}: predicted {self.predicted_us:.0f} us, {measured}{use}"
+        fused = ", fused" if self.fused else ""
+        return f"{self.strategy} on {streams}{fused}: predicted {self.predicted_us:.0f} us, {measured}{use}"
 
 
 @dataclass(frozen=True)

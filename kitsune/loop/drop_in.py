@@ -148,7 +148,7 @@ class DropInLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=False),
+            not_in_effect=self._config.not_in_effect(uses_streams=False, can_fuse=False),
         )
 
     def _mode(self) -> tuple[str, str]:

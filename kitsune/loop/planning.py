@@ -1,4 +1,4 @@
-"""From a captured graph to plans: one in order, and others on several streams that may be faster."""
+"""From a captured graph to plans: one in order, and others that may be faster: fused, or on several streams."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from torch import fx
 
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only_placed, places, writers
+from kitsune.fusion.engine import FusionEngine
+from kitsune.fusion.judge import Measured
+from kitsune.fusion.templates import TEMPLATES
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.passes import pipeline
-from kitsune.plan import Costs, Plan, Schedule, TaskGraph, task_graph
+from kitsune.plan import Costs, Fusion, Plan, Schedule, TaskGraph, task_graph
 from kitsune.schedule import DataflowScheduler, simulate
 from kitsune.schedule.cost import analytic_costs, measured_costs
 from kitsune.schedule.limits import device_limits
+from kitsune.timing import CostCache
 
 # Each part may start when its gradients are there, and is one launch more.
 _UPDATE_PARTS = 4
@@ -60,6 +64,40 @@ def in_order(module: fx.GraphModule, device: torch.device, inputs: Sequence[torc
         costs = measured_costs(module, graph, inputs)
     schedule = DataflowScheduler(num_streams=1).schedule(graph, costs)
     return Planned(module, _plan(graph, schedule, costs, {}), {})
+
+
+def others(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], *, num_streams: int, fuse: bool
+) -> tuple[Planned, ...]:
+    """Plans that may be faster than the one of `module` in order, the most promising ones first.
+
+    With `fuse` there is one in order with the operators fused, if any are; the `challengers` are of that graph then.
+    """
+    fusions: tuple[Fusion, ...] = ()
+    found: list[Planned] = []
+    if fuse:
+        module, fusions = fused(module, inputs[0].device)
+        if any(fusion.refusal is None for fusion in fusions):
+            found.append(in_order(module, inputs[0].device, inputs))
+    if num_streams > 1:
+        found += challengers(module, inputs, num_streams)
+    return tuple(
+        dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, fusions=fusions)) for planned in found
+    )
+
+
+def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Fusion, ...]]:
+    """`module` with its operators fused where that is measured to be faster on `device`; `module` itself if nowhere.
+
+    The second result tells what was tried.
+    """
+    cache = CostCache.of(device)
+    engine = FusionEngine(TEMPLATES, Measured(device, cache))
+    result, fusions = engine.fuse(pipeline.run(module, pipeline.CLEARING))
+    cache.save()
+    if all(fusion.refusal is not None for fusion in fusions):
+        return module, fusions
+    return pipeline.run(result, pipeline.FINISHING), fusions
 
 
 def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int) -> tuple[Planned, ...]:

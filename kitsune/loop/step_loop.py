@@ -15,7 +15,7 @@ from kitsune.capture.state import note_step
 from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
-from kitsune.device import refuse_streams, synchronize
+from kitsune.device import refuse_fusion, refuse_streams, synchronize
 from kitsune.errors import KitsuneError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
@@ -46,6 +46,10 @@ class StepLoop:
         refusal = refuse_streams(device)
         self._uses_streams = refusal is None
         if refusal is not None and config.num_streams is not None and config.max_streams() > 1:
+            log.do_without(refusal)
+        refusal = refuse_fusion(device)
+        self._can_fuse = refusal is None
+        if refusal is not None and config.enable_fusion and config.fuses():
             log.do_without(refusal)
         self._refusal = refuse_module(spec.module)
         if self._refusal is not None:
@@ -112,7 +116,7 @@ class StepLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=self._uses_streams),
+            not_in_effect=self._config.not_in_effect(uses_streams=self._uses_streams, can_fuse=self._can_fuse),
             schedules=() if latest is None else latest.schedules(),
             plan=self.plan(),
         )

@@ -17,7 +17,7 @@ from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
-from kitsune.device import refuse_streams
+from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import free_caches
 from kitsune.execution.graph_pool import GraphPool
@@ -76,8 +76,8 @@ class WholeStep(GuardedStep):
         self._program: StepProgram | None = None
         self._contest: Contest[ByAddress] | None = None
         self._in_order: Planned | None = None
-        self._challengers: tuple[Planned, ...] | None = None
-        self._choice: tuple[str, int] | None = None
+        self._others: tuple[Planned, ...] | None = None
+        self._choice: tuple[bool, str, int] | None = None
         self._since_capture = 0  # replays
         self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
@@ -123,6 +123,7 @@ class WholeStep(GuardedStep):
             ScheduleTime(
                 strategy=planned.plan.schedule.strategy,
                 num_streams=planned.plan.schedule.num_streams,
+                fused=planned.plan.is_fused,
                 predicted_us=planned.plan.predicted_us,
                 measured_us=measured,
                 chosen=place == self._contest.place,
@@ -134,7 +135,7 @@ class WholeStep(GuardedStep):
         mode, reason = super().describe()
         if mode != "replay" or self._contest is None:
             return mode, reason
-        if self._contest.trying or self._may_use_streams():
+        if self._contest.trying or self._may_try_others():
             return "measuring", "schedules of the captured step are being timed"
         if self._is_reopened:
             return "measuring", "the memory of the timed steps is given back with the next one"
@@ -144,7 +145,7 @@ class WholeStep(GuardedStep):
         if self._contest is not None:
             self._contest.release()
         self._contest = self._program = None
-        self._in_order = self._challengers = None
+        self._in_order = self._others = None
         self._trained = []
 
     def _refuse_call(self) -> Refusal | None:
@@ -219,11 +220,11 @@ class WholeStep(GuardedStep):
         assert self._program is not None
         if self._in_order is None:
             self._in_order = planning.in_order(self._program.module, self._trained[0].device)
-        return self._in_order, *(self._challengers or ())
+        return self._in_order, *(self._others or ())
 
     def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
-        if self._may_use_streams():
-            self._consider_streams(contest, inputs)
+        if self._may_try_others():
+            self._consider_others(contest, inputs)
         if self._is_reopened and self.chooser.settled:
             self._is_reopened = False
             _clear(self._memory, inputs[0].device)  # the eager steps have left some
@@ -256,35 +257,41 @@ class WholeStep(GuardedStep):
             self._memory.give(arena)
             _clear(self._memory, inputs[0].device)
 
-    def _may_use_streams(self) -> bool:
-        """Whether replay has proved faster than eager, and plans on several streams have yet to be tried."""
-        if self._challengers is not None or not self.chooser.settled:
+    def _may_try_others(self) -> bool:
+        """Whether replay has proved faster than eager, and other plans have yet to be tried."""
+        if self._others is not None or not self.chooser.settled:
             return False
         if self._budget.captures > 1 and self._since_capture < _REPLAYS_BEFORE_MORE_TRIALS:
             return False
-        return self._config.max_streams() > 1 and refuse_streams(self._trained[0].device) is None
+        return self._num_streams() > 1 or self._fuses()
 
-    def _consider_streams(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> None:
-        """Lets plans on several streams try to be faster than the one in order."""
+    def _num_streams(self) -> int:
+        return 1 if refuse_streams(self._trained[0].device) is not None else self._config.max_streams()
+
+    def _fuses(self) -> bool:
+        return self._config.fuses() and refuse_fusion(self._trained[0].device) is None
+
+    def _consider_others(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> None:
+        """Lets other plans, fused or on several streams, try to be faster than the one in order."""
         program = self._program
         assert program is not None
-        self._challengers = ()
+        self._others = ()
         started = time.perf_counter()
         try:
             in_order = planning.in_order(program.module, inputs[0].device, inputs)
-            challengers = planning.challengers(program.module, inputs, self._config.max_streams())
+            others = planning.others(program.module, inputs, num_streams=self._num_streams(), fuse=self._fuses())
         except RuntimeError as error:  # an operator that cannot be timed, or too little memory to do it
-            reason = f"planning on several streams failed ({first_line(error)}); the step is replayed on one"
+            reason = f"planning failed ({first_line(error)}); the step is replayed as it was captured, on one stream"
             self._log.do_without(Refusal(reason))
             return
         finally:
             self.setup_seconds += time.perf_counter() - started
         self._in_order = in_order
         if self._choice is not None:  # of an earlier capture of the same step
-            challengers = tuple(planned for planned in challengers if _choice(planned) == self._choice)
-        self._challengers = challengers
-        record = partial(_record_challenger, self._memory, self._conditions(program))
-        contest.open([self._maker(program, partial(record, planned)) for planned in self._challengers])
+            others = tuple(planned for planned in others if _choice(planned) == self._choice)
+        self._others = others
+        record = partial(_record_planned, self._memory, self._conditions(program))
+        contest.open([self._maker(program, partial(record, planned)) for planned in others])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)
@@ -324,8 +331,9 @@ def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool
     return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
-def _choice(planned: Planned) -> tuple[str, int]:
-    return planned.plan.schedule.strategy, planned.plan.schedule.num_streams
+def _choice(planned: Planned) -> tuple[bool, str, int]:
+    plan = planned.plan
+    return plan.is_fused, plan.schedule.strategy, plan.schedule.num_streams
 
 
 def _clear(memory: MemoryPool, device: torch.device) -> None:
@@ -342,7 +350,7 @@ def _copies_matter(chooser: Chooser, us: float) -> bool:
     return seconds is not None and us * 1e-6 >= _WORTHWHILE * seconds
 
 
-def _record_challenger(
+def _record_planned(
     memory: MemoryPool,
     conditions: Mapping[str, Any],
     planned: Planned,
@@ -358,7 +366,7 @@ def _record_challenger(
     try:
         arena = memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
     except torch.OutOfMemoryError as error:
-        raise RefusedError(Refusal("there is too little device memory for a plan on several streams")) from error
+        raise RefusedError(Refusal("there is too little device memory for a plan")) from error
     give_back = partial(memory.give, arena)
     try:
         lowered = planned.lowered(arena)

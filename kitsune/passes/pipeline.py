@@ -13,6 +13,8 @@ from kitsune.errors import KitsuneError
 from kitsune.graph import dataflow
 from kitsune.graph.verify import refuse_graph
 from kitsune.passes.drop_dead import drop_dead
+from kitsune.passes.in_place import in_place, out_of_place
+from kitsune.passes.simplify import simplify
 from kitsune.passes.split_backward import split_backward
 from kitsune.passes.split_update import split_update
 
@@ -20,6 +22,18 @@ Pass = Callable[[fx.GraphModule], fx.GraphModule]
 """Makes a new graph with the same inputs and results; values are in `node.meta["val"]` of the old one and the new."""
 
 Passes = tuple[tuple[str, Pass], ...]
+
+
+CLEARING: Passes = (
+    ("drop dead", drop_dead),
+    ("simplify", simplify),
+    ("drop dead", drop_dead),
+    ("out of place", out_of_place),
+)
+"""The passes after which every node stands for one value, so that operators can be matched and moved."""
+
+FINISHING: Passes = (("drop dead", drop_dead), ("in place", in_place))
+"""The passes for a graph whose operators have been fused."""
 
 
 def splitting(num_update_parts: int) -> Passes:

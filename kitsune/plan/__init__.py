@@ -5,6 +5,7 @@ it is done), `memory` (what lies where), `plan` (all of it together).
 """
 
 from kitsune.plan.build import task_graph
+from kitsune.plan.fusions import Fusion
 from kitsune.plan.memory import MemoryPlan
 from kitsune.plan.plan import Plan
 from kitsune.plan.schedule import Schedule, Wait
@@ -14,6 +15,7 @@ __all__ = [
     "Cost",
     "Costs",
     "Dependency",
+    "Fusion",
     "MemoryPlan",
     "Plan",
     "Schedule",

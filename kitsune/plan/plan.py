@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kitsune.plan import consistency, dot, serialize, text, timeline
+from kitsune.plan.fusions import Fusion
 from kitsune.plan.memory import MemoryPlan
 from kitsune.plan.schedule import Schedule
 from kitsune.plan.tasks import Costs, TaskGraph
@@ -27,6 +28,7 @@ class Plan:
         measured_us: microseconds of the whole on the device; None where it was not measured.
         predicted_spans: by index of the task, when the simulation runs it; None where it is not kept.
         measured_spans: the same on the device, all of one run; None where it was not measured.
+        fusions: what could be fused in the graph before it was planned, done or not.
     """
 
     graph: TaskGraph
@@ -37,6 +39,12 @@ class Plan:
     measured_us: float | None = None
     predicted_spans: tuple[Span, ...] | None = None
     measured_spans: tuple[Span, ...] | None = None
+    fusions: tuple[Fusion, ...] = ()
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether anything was fused."""
+        return any(fusion.refusal is None for fusion in self.fusions)
 
     def __str__(self) -> str:
         return text.table(self)

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 FORMAT = "kitsune plan"
-VERSION = 1
+VERSION = 2
 
 T = TypeVar("T")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kitsune.plan.fusions import Fusion
+
 if TYPE_CHECKING:
     from kitsune.plan.plan import Plan
 
@@ -15,22 +17,19 @@ _COLUMNS = (
 )  # fmt: skip
 """Headings, and to which side their cells are aligned."""
 
+_FUSION_COLUMNS = (("fused", "<"), ("times", ">"), ("before us", ">"), ("after us", ">"), ("outcome", "<"))
+
 
 def table(plan: Plan) -> str:
     """The summary and a row for each task. It ends without a newline, as do its lines without spaces.
 
     The start is the predicted one. Bytes are those of the values that the task allocates, the
-    offsets their places in the arena, in the same order.
+    offsets their places in the arena, in the same order. Where fusion was tried, another table tells what it won.
     """
-    rows = _rows(plan)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, (_, side), width in zip(row, _COLUMNS, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([summary(plan), "", *lines])
+    parts = [[summary(plan)], _aligned(_rows(plan), _COLUMNS)]
+    if plan.fusions:
+        parts.append(_aligned(_fusion_rows(plan.fusions), _FUSION_COLUMNS))
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def summary(plan: Plan) -> str:
@@ -43,6 +42,7 @@ def summary(plan: Plan) -> str:
         ("off stream 0", f"{100 * share_off_main_stream(plan):.1f}% of the tasks' time"),
         ("arena", f"{memory.arena_bytes:,} bytes, for {_placed(plan):.0%} of the bytes that tasks make"),
         ("values", f"{memory.live_bytes:,} bytes alive at once at most"),
+        *((("fusion", _fused(plan.fusions)),) if plan.fusions else ()),
     )
     counts = f"{_counted(len(plan.graph.tasks), 'task')} on {_counted(schedule.num_streams, 'stream')}"
     width = max(len(name) for name, _ in figures)
@@ -63,6 +63,37 @@ def _placed(plan: Plan) -> float:
     total = sum(value.num_bytes for value in plan.graph.values)
     placed = zip(plan.graph.values, plan.memory.offsets, strict=True)
     return sum(value.num_bytes for value, offset in placed if offset is not None) / total if total else 0.0
+
+
+def _fused(fusions: Sequence[Fusion]) -> str:
+    done = [fusion for fusion in fusions if fusion.refusal is None]
+    won_us = sum(fusion.won_us for fusion in done)
+    return f"{len(done)} parts of the graph, which by themselves take {won_us:.2f} us less"
+
+
+def _fusion_rows(fusions: Sequence[Fusion]) -> list[Sequence[str]]:
+    """A row for all parts of one kind with the same outcome, with their mean times."""
+    alike: dict[tuple[str, str], list[Fusion]] = {}
+    for fusion in fusions:
+        alike.setdefault((fusion.template, fusion.refusal or "replaced"), []).append(fusion)
+    rows: list[Sequence[str]] = [tuple(heading for heading, _ in _FUSION_COLUMNS)]
+    for (template, outcome), group in alike.items():
+        before, after = (_mean(times) for times in ([one.before_us for one in group], [one.after_us for one in group]))
+        rows.append((_printable(template), f"{len(group)}", before, after, _printable(outcome)))
+    return rows
+
+
+def _mean(times: Sequence[float | None]) -> str:
+    known = [us for us in times if us is not None]
+    return f"{sum(known) / len(known):.2f}" if known else _ABSENT
+
+
+def _aligned(rows: Sequence[Sequence[str]], columns: Sequence[tuple[str, str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, (_, side), width in zip(row, columns, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _rows(plan: Plan) -> list[Sequence[str]]:

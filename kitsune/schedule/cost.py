@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 from torch import fx
 
+from kitsune.graph.signature import signature
 from kitsune.plan import Cost, Costs, Task, TaskGraph
 from kitsune.schedule.analytic import Work, launches, work
 from kitsune.schedule.limits import DeviceLimits, device_limits
-from kitsune.schedule.measure import measure, measure_gaps, signature
+from kitsune.schedule.measure import measure, measure_gaps
 from kitsune.timing import CostCache
 
 _log = logging.getLogger("kitsune")
@@ -45,7 +46,7 @@ def measured_costs(
 ) -> Costs:
     """Costs of `tasks`, whose nodes are those of `module.graph`, on the device of `inputs`.
 
-    Each operator is timed once for each signature (see `measure.signature`), and never again: the time
+    Each operator is timed once for each signature (see `kitsune.graph.signature`), and never again: the time
     is kept in `cache`, by default the user's on disk. An operator for which time or memory did not
     suffice gets its analytic cost, and `source` is `"analytic"` then; the next call goes on from there.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,47 +34,6 @@ class Gaps:
     launch_us: float
     sync_us: float
     timer_us: float
-
-
-def signature(node: fx.Node) -> str:
-    """A key that is equal for calls that take equally long on a device, whatever graph they are in.
-
-    It holds the operator, its arguments (of tensors data type, sizes, strides and alignment) and the
-    flags of torch that choose its kernels.
-    """
-    tensors = [tensor for argument in (node, *node.all_input_nodes) for tensor in dataflow.tensors(argument)]
-    on_cuda = any(tensor.device.type == "cuda" for tensor in tensors)
-    call = pytree.tree_map(_describe, (node.args, dict(node.kwargs)))
-    text = f"{node.target} {call} {_flags(on_cuda)}"
-    return f"{node.target} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-
-def _describe(leaf: object) -> str:
-    if isinstance(leaf, fx.Node):
-        return str(pytree.tree_map(_describe, leaf.meta["val"]))
-    if isinstance(leaf, torch.Tensor):
-        misalignment = leaf.storage_offset() * leaf.element_size() % 16
-        return f"{leaf.dtype}{tuple(leaf.size())}{leaf.stride()}{leaf.device.type}+{misalignment}"
-    return leaf.type if isinstance(leaf, torch.device) else repr(leaf)
-
-
-def _flags(on_cuda: bool) -> tuple[object, ...]:
-    if not on_cuda:
-        return (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        matmul.fp32_precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        str(torch.backends.cuda.preferred_blas_library()),
-        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
-        cudnn.enabled,
-        cudnn.benchmark,
-        cudnn.benchmark_limit,
-        cudnn.deterministic,
-    )
 
 
 def measure_gaps(device: torch.device, limits: DeviceLimits, cache: CostCache) -> Gaps:

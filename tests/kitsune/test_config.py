@@ -28,7 +28,7 @@ def test_defaults_change_nothing() -> None:
     assert not config.enable_amp
     assert not config.compile
     assert config.max_memory is None
-    assert config.not_in_effect(uses_streams=True) == ()
+    assert config.not_in_effect(uses_streams=True, can_fuse=True) == ()
 
 
 def test_it_is_frozen() -> None:
@@ -160,13 +160,22 @@ def test_a_config_object_does_not_follow_the_environment(monkeypatch: pytest.Mon
     assert Config(enable_amp=True).mode == "auto"
 
 
-def test_options_that_are_not_in_effect_yet() -> None:
+def test_options_that_are_not_in_effect() -> None:
     config = Config(num_streams=4, enable_fusion=True)
-    assert set(config.not_in_effect(uses_streams=False)) == {"num_streams", "enable_fusion"}
-    assert config.not_in_effect(uses_streams=True) == ("enable_fusion",)
+    assert set(config.not_in_effect(uses_streams=False, can_fuse=False)) == {"num_streams", "enable_fusion"}
+    assert config.not_in_effect(uses_streams=True, can_fuse=False) == ("enable_fusion",)
+    assert config.not_in_effect(uses_streams=True, can_fuse=True) == ()
     assert config.max_streams() == 4
+    assert Config(enable_fusion=False).not_in_effect(uses_streams=False, can_fuse=False) == ()
 
-    assert Config(enable_fusion=False).not_in_effect(uses_streams=True) == ("enable_fusion",)
+
+@pytest.mark.parametrize("options", [{"mode": "replay"}, {"compile": True}, {"max_memory": "1GB"}])
+def test_where_nothing_is_measured_nothing_is_fused(options: dict[str, Any]) -> None:
+    assert Config().fuses()
+    assert not Config(enable_fusion=False).fuses()
+    config = Config(enable_fusion=True, **options)
+    assert not config.fuses()
+    assert config.not_in_effect(uses_streams=True, can_fuse=True) == ("enable_fusion",)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +191,7 @@ def test_options_that_are_not_in_effect_yet() -> None:
 def test_where_nothing_is_measured_one_stream_is_used(options: dict[str, Any], ignored: bool) -> None:
     config = Config(**options)
     assert config.max_streams() == 1
-    assert config.not_in_effect(uses_streams=True) == (("num_streams",) if ignored else ())
+    assert config.not_in_effect(uses_streams=True, can_fuse=True) == (("num_streams",) if ignored else ())
 
 
 def units() -> Iterator[tuple[str, int]]:

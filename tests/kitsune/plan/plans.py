@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kitsune.plan import Cost, Costs, Dependency, MemoryPlan, Plan, Schedule, Task, TaskGraph, Value, Wait
+from kitsune.plan import Cost, Costs, Dependency, Fusion, MemoryPlan, Plan, Schedule, Task, TaskGraph, Value, Wait
 from kitsune.plan.plan import Span
 
 
@@ -55,6 +55,8 @@ def changed(path: str, value: object) -> str:
 
 _texts = st.text(max_size=12)
 _us = st.floats(0, 1e6, allow_subnormal=True)
+_names = st.lists(_texts, max_size=3).map(tuple)
+_fusions = st.builds(Fusion, _texts, _names, st.none() | _us, st.none() | _us, st.none() | _texts)
 
 
 @st.composite
@@ -82,6 +84,7 @@ def plans(draw: st.DrawFn, *, max_tasks: int = 8) -> Plan:
         measured_us=draw(st.none() | _us),
         predicted_spans=draw(st.none() | st.builds(spans, st.just(schedule), st.lists(_us, min_size=16, max_size=16))),
         measured_spans=draw(st.none() | st.builds(spans, st.just(schedule), st.lists(_us, min_size=16, max_size=16))),
+        fusions=tuple(draw(st.lists(_fusions, max_size=3))),
     )
 
 

@@ -23,7 +23,7 @@ def test_the_form_of_the_text() -> None:
     """A golden file of the parts whose change would be a new version."""
     document = json.loads(plans.small().to_json())
     plan = document.pop("plan")
-    assert document == {"format": "kitsune plan", "version": 1}
+    assert document == {"format": "kitsune plan", "version": 2}
     assert plan["graph"]["tasks"][2] == {
         "index": 2, "name": "mm", "operator": "aten.mm.default", "nodes": ["permute", "mm"],
         "after": [{"task": 1, "kind": "true"}],
@@ -41,7 +41,7 @@ def test_the_form_of_the_text() -> None:
         "launch_us": 0.5, "sync_us": 1.0, "source": "measured",
     }  # fmt: skip
     assert sorted(plan) == [
-        "costs", "graph", "measured_spans", "measured_us", "memory", "predicted_spans", "predicted_us", "schedule",
+        "costs", "fusions", "graph", "measured_spans", "measured_us", "memory", "predicted_spans", "predicted_us", "schedule",
     ]  # fmt: skip
     assert plan["predicted_spans"][0] == [0.0, 3.5]
 
@@ -66,10 +66,10 @@ def test_a_number_that_is_not_finite_is_not_written(number: float) -> None:
         ("null", "format 'kitsune plan'"),
         ('{"format": "another"}', "format 'kitsune plan'"),
         ('{"format": "kitsune plan"}', f"version None; this Kitsune reads version {VERSION}"),
-        ('{"format": "kitsune plan", "version": 2, "plan": {}}', f"version 2; this Kitsune reads version {VERSION}"),
+        ('{"format": "kitsune plan", "version": 1, "plan": {}}', f"version 1; this Kitsune reads version {VERSION}"),
         ('{"format": "kitsune plan", "version": true, "plan": {}}', "version True"),
-        ('{"format": "kitsune plan", "version": 1}', "plan: expected an object that describes a Plan, got None"),
-        ('{"format": "kitsune plan", "version": 1, "plan": {}}', "plan: expected the fields graph, schedule"),
+        ('{"format": "kitsune plan", "version": 2}', "plan: expected an object that describes a Plan, got None"),
+        ('{"format": "kitsune plan", "version": 2, "plan": {}}', "plan: expected the fields graph, schedule"),
     ],
 )
 def test_text_that_is_no_plan(document: str, message: str) -> None:

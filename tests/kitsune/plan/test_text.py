@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from kitsune.plan import Cost, Costs, MemoryPlan, Plan, Schedule, Task, TaskGraph, Wait
+from kitsune.plan import Cost, Costs, Fusion, MemoryPlan, Plan, Schedule, Task, TaskGraph, Wait
 from tests.kitsune.plan import plans
 
 GOLDEN = """\
@@ -37,9 +37,28 @@ def test_what_is_not_known_is_said() -> None:
     assert [line.split()[4] for line in str(plan).splitlines()[9:]] == ["-"] * 5
 
 
+def test_what_was_fused_is_another_table() -> None:
+    fusions = (
+        Fusion("batch norm + relu", ("native_batch_norm", "relu"), 30.0, 10.0, None),
+        Fusion("batch norm + relu", ("native_batch_norm_1", "relu_1"), 20.0, 12.5, None),
+        Fusion("linear + relu", ("addmm", "relu_2"), 5.0, 6.0, "it is not faster"),
+        Fusion("linear + relu", ("addmm_1", "relu_3"), None, None, "it cannot be used here: float64"),
+    )
+    plan = replace(plans.small(), fusions=fusions)
+    assert plan.is_fused
+    assert "fusion        2 parts of the graph, which by themselves take 27.50 us less" in plan.summary()
+    assert str(plan).split("\n\n")[2].splitlines() == [
+        "fused              times  before us  after us  outcome",
+        "batch norm + relu      2      25.00     11.25  replaced",
+        "linear + relu          1       5.00      6.00  it is not faster",
+        "linear + relu          1          -         -  it cannot be used here: float64",
+    ]
+    assert not replace(plan, fusions=fusions[2:]).is_fused
+
+
 @given(plans.plans())
 def test_every_task_has_one_line_in_the_order_of_issue(plan: Plan) -> None:
-    lines = str(plan).split("\n")
+    lines = str(replace(plan, fusions=())).split("\n")
     assert [int(line.split()[0]) for line in lines[9:]] == list(plan.schedule.order)
     assert all(line == line.rstrip() for line in lines[1:])
 
@@ -47,7 +66,7 @@ def test_every_task_has_one_line_in_the_order_of_issue(plan: Plan) -> None:
 @given(plans.plans())
 def test_a_row_holds_the_tasks_own_figures(plan: Plan) -> None:
     """Each row is compared with one built from single questions to the plan instead of from grouped ones."""
-    for line, index in zip(str(plan).split("\n")[9:], plan.schedule.order, strict=True):
+    for line, index in zip(str(replace(plan, fusions=())).split("\n")[9:], plan.schedule.order, strict=True):
         cost = plan.costs.tasks[index]
         awaited = ", ".join(str(wait.earlier) for wait in plan.schedule.waits if wait.later == index) or "-"
         own = [value for value in plan.graph.values if value.producer == index]

@@ -1,0 +1,195 @@
+"""Templates for batch norm in training mode with what surrounds it.
+
+relu?(batch_norm(x) + residual?)        and its backward
+relu(batch_norm(a) + batch_norm(b))     and its backward, where the branches of a block meet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kitsune.fusion.match import Builder, Match
+from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result, taken_from
+from kitsune.kernels import batch_norm  # noqa: F401 - defines the operators
+
+kitsune = torch.ops.kitsune
+
+
+def forward(node: fx.Node) -> Iterator[Match]:
+    """Matches of a batch norm and what follows it."""
+    if not _is_forward(node):
+        return
+    normal = result(node, 0)
+    if normal is None:
+        return
+    add = only_user(normal, aten.add.Tensor)
+    if add is not None and _is_sum(add):
+        relu = only_user(add, aten.relu.default)
+        (other,) = (term for term in arguments(add)[:2] if term is not normal)
+        if relu is not None:
+            joined = taken_from(other, 0, aten.native_batch_norm.default)
+            if joined is not None and _is_forward(joined) and len(other.users) == 1:
+                yield _join(node, joined, add, relu)
+            yield _forward(node, [add, relu], other, relu=True)
+        yield _forward(node, [add], other, relu=False)
+    relu = only_user(normal, aten.relu.default)
+    if relu is not None:
+        yield _forward(node, [relu], None, relu=True)
+    yield _forward(node, [], None, relu=False)
+
+
+def backward(node: fx.Node) -> Iterator[Match]:
+    """Matches of the backward of a batch norm, and of a ReLU before it in the backward pass."""
+    if not _is_backward(node):
+        return
+    masked = arguments(node)[0]
+    if calls(masked, aten.threshold_backward.default) and arguments(masked)[2] == 0:
+        others = [user for user in masked.users if user is not node]
+        if len(others) == 1 and _is_backward(others[0]):
+            yield from _join_backward(node, others[0], masked)
+        if others:
+            yield _residual_backward(node, masked)
+        else:
+            yield from _relu_backward(node, masked)
+    yield _backward(node, masked)
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return calls(node, aten.native_batch_norm.default) and arguments(node)[5] is True and is_taken_apart(node)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return calls(node, aten.native_batch_norm_backward.default) and arguments(node)[7] is True and is_taken_apart(node)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether two tensors of one type and shape are added."""
+    one, other, alpha = arguments(node)
+    if alpha != 1 or one is other or not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return False
+    values = one.meta["val"], other.meta["val"]
+    return len({(value.dtype, value.size()) for value in values}) == 1
+
+
+def _apart(node: fx.Node) -> list[fx.Node]:
+    return [node, *node.users]
+
+
+def _forward(node: fx.Node, after: list[fx.Node], residual: fx.Node | None, *, relu: bool) -> Match:
+    x, weight, bias, running_mean, running_var, _, momentum, eps = arguments(node)
+
+    def build(builder: Builder) -> list[fx.Node]:
+        made = builder.call(
+            kitsune.batch_norm.default,
+            x, residual, weight, bias, running_mean, running_var, momentum=momentum, eps=eps, relu=relu,
+        )  # fmt: skip
+        return builder.results(made)
+
+    name = " + ".join(["batch norm", *(["residual"] if residual else []), *(["relu"] if relu else [])])
+    results = [after[-1] if after else result(node, 0), result(node, 1), result(node, 2)]
+    return Match.of(name, [*_apart(node), *after], results, build)
+
+
+def _join(one: fx.Node, other: fx.Node, add: fx.Node, relu: fx.Node) -> Match:
+    a, weight_a, bias_a, mean_a, var_a, _, momentum_a, eps_a = arguments(one)
+    b, weight_b, bias_b, mean_b, var_b, _, momentum_b, eps_b = arguments(other)
+
+    def build(builder: Builder) -> list[fx.Node]:
+        made = builder.call(
+            kitsune.batch_norm_join.default,
+            a, weight_a, bias_a, mean_a, var_a, b, weight_b, bias_b, mean_b, var_b,
+            momentum_a=momentum_a, eps_a=eps_a, momentum_b=momentum_b, eps_b=eps_b,
+        )  # fmt: skip
+        return builder.results(made)
+
+    results = [relu, result(one, 1), result(one, 2), result(other, 1), result(other, 2)]
+    return Match.of("batch norm + batch norm + relu", [*_apart(one), *_apart(other), add, relu], results, build)
+
+
+def _relu_backward(node: fx.Node, masked: fx.Node) -> Iterator[Match]:
+    """Without reading the output, if it can be had again to the bit, and with it."""
+    grad, y, _ = arguments(masked)
+    made = taken_from(y, 0, kitsune.batch_norm.default)
+    if made is not None:
+        x, residual, _, bias, *_ = arguments(made)
+        if x is arguments(node)[1] and residual is None:
+            yield _backward(node, grad, masked=masked, bias=bias, given=[made])
+    yield _backward(node, grad, masked=masked, y=y)
+
+
+def _backward(
+    node: fx.Node,
+    grad: Any,
+    *,
+    masked: fx.Node | None = None,
+    y: Any = None,
+    bias: Any = None,
+    given: Sequence[fx.Node] = (),
+) -> Match:
+    x, weight, mean, invstd = _saved(node)
+
+    def build(builder: Builder) -> list[fx.Node]:
+        made = builder.call(
+            kitsune.batch_norm_backward.default, grad, x, y, weight, bias, mean, invstd, relu=masked is not None
+        )
+        return builder.results(made)
+
+    name = "batch norm backward" if masked is None else "relu + batch norm backward"
+    nodes = [*_apart(node), *([masked] if masked else [])]
+    return Match.of(name, nodes, _gradients(node), build, [bias], given)
+
+
+def _residual_backward(node: fx.Node, masked: fx.Node) -> Match:
+    x, weight, mean, invstd = _saved(node)
+    grad, y, _ = arguments(masked)
+
+    def build(builder: Builder) -> list[fx.Node]:
+        made = builder.call(kitsune.batch_norm_residual_backward.default, grad, x, y, weight, mean, invstd)
+        grad_x, grad_residual, grad_weight, grad_bias = builder.results(made)
+        return [grad_x, grad_weight, grad_bias, grad_residual]
+
+    nodes = [*_apart(node), masked]
+    return Match.of("relu + residual + batch norm backward", nodes, [*_gradients(node), masked], build)
+
+
+def _join_backward(node: fx.Node, other: fx.Node, masked: fx.Node) -> Iterator[Match]:
+    grad, y, _ = arguments(masked)
+    made = taken_from(y, 0, kitsune.batch_norm_join.default)
+    if made is not None:
+        a, _, bias_a, _, _, b, _, bias_b, *_ = arguments(made)
+        by_input = {arguments(one)[1]: one for one in (node, other)}
+        if by_input.keys() == {a, b}:
+            yield _join_backward_of([by_input[a], by_input[b]], grad, masked, None, (bias_a, bias_b), [made])
+    yield _join_backward_of([node, other], grad, masked, y, (None, None))
+
+
+def _join_backward_of(
+    branches: Sequence[Any], grad: Any, masked: fx.Node, y: Any, biases: tuple[Any, Any], given: Sequence[fx.Node] = ()
+) -> Match:
+    (a, weight_a, mean_a, invstd_a), (b, weight_b, mean_b, invstd_b) = map(_saved, branches)
+
+    def build(builder: Builder) -> list[fx.Node]:
+        made = builder.call(
+            kitsune.batch_norm_join_backward.default,
+            grad, y, a, weight_a, biases[0], mean_a, invstd_a, b, weight_b, biases[1], mean_b, invstd_b,
+        )  # fmt: skip
+        return builder.results(made)
+
+    nodes = [masked, *(node for branch in branches for node in _apart(branch))]
+    results = [found for branch in branches for found in _gradients(branch)]
+    return Match.of("relu + batch norm backward + batch norm backward", nodes, results, build, biases, given)
+
+
+def _saved(node: fx.Node) -> tuple[Any, ...]:
+    """Input, weight, mean and inverse standard deviation, as the backward has them."""
+    _, x, weight, _, _, mean, invstd, *_ = arguments(node)
+    return x, weight, mean, invstd
+
+
+def _gradients(node: fx.Node) -> list[fx.Node | None]:
+    """Of input, weight and bias."""
+    return [result(node, place) for place in range(3)]

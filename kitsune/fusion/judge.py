@@ -1,0 +1,121 @@
+"""Decides by measurement whether a replacement is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kitsune.errors import first_line
+from kitsune.fusion.match import Alone
+from kitsune.graph import dataflow
+from kitsune.graph.signature import graph_signature
+from kitsune.timing import CostCache, device_us
+
+# A replacement that wins less is within the noise.
+_CLEARLY_FASTER = 0.97
+
+_SECONDS = 0.1
+
+# Both round differently: of the errors' norms, in units of the lowest precision, and in float32's sums.
+_ROUNDINGS = 8.0
+_SUMS = 1e-4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a replacement shall be used, and the device times on which that rests.
+
+    Attributes:
+        refusal: why not; None if it shall.
+        before_us, after_us: microseconds; None where nothing was measured.
+    """
+
+    refusal: str | None
+    before_us: float | None = None
+    after_us: float | None = None
+
+
+Judge = Callable[[Alone], Verdict]
+"""Compares a part of a graph with its replacement."""
+
+
+class Measured:
+    """Times both on a device, on random values, and makes sure that they agree.
+
+    Args:
+        device: all values are there.
+        cache: of the times; what is in it is not measured again.
+    """
+
+    def __init__(self, device: torch.device, cache: CostCache) -> None:
+        self._device, self._cache = device, cache
+
+    def __call__(self, alone: Alone) -> Verdict:
+        modules = alone.before, alone.after
+        keys = [f"fusion {graph_signature(module.graph)}" for module in modules]
+        times = [self._cache.get(key) for key in keys]
+        if None in times:
+            try:
+                if not agree(alone, self._device):
+                    return Verdict("its results differ from those of what it would replace")
+                inputs = examples(alone.given, self._device)
+                times = [self._time(module, inputs) for module in modules]
+            except (RuntimeError, ValueError) as error:  # no form of a kernel works here, or memory does not suffice
+                return Verdict(f"it failed: {first_line(error)}")
+            for key, us in zip(keys, times, strict=True):
+                assert us is not None
+                self._cache.put(key, us)
+        before_us, after_us = times
+        assert before_us is not None and after_us is not None
+        slower = after_us > _CLEARLY_FASTER * before_us
+        return Verdict("it is not faster" if slower else None, before_us, after_us)
+
+    def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS)
+
+
+def examples(given: fx.GraphModule, device: torch.device) -> Sequence[torch.Tensor]:
+    """Inputs, equal at each call: of normal numbers, but for positive ones in scalars and vectors.
+
+    Integers are 0, which is a valid class, index and count.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    free = [_example(node.meta["val"], generator) for node in dataflow.placeholders(given.graph)]
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        made: Sequence[torch.Tensor] = given.forward(*free)
+    return made
+
+
+def _example(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    device = generator.device
+    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+    if not value.dtype.is_floating_point:
+        return made.zero_()
+    draw = torch.rand if value.dim() < 2 else torch.randn
+    return made.copy_(draw(value.size(), generator=generator, device=device))
+
+
+def agree(alone: Alone, device: torch.device) -> bool:
+    """Whether the results are the same but for rounding, and so is what is written to the inputs."""
+    floats = [tensor.dtype for node in alone.before.graph.nodes for tensor in dataflow.tensors(node)]
+    lowest = max((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=0.0)
+    tolerance = max(_ROUNDINGS * lowest, _SUMS)
+    found = []
+    for module in (alone.before, alone.after):
+        inputs = examples(alone.given, device)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            found.append([*module.forward(*inputs), *inputs])
+    return all(_error(one, other) <= tolerance for one, other in zip(*found, strict=True))
+
+
+def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of `other`, relative to `one`; infinite where it is not a number."""
+    if one.numel() == 0:
+        return 0.0
+    difference = torch.linalg.vector_norm(one.double() - other.double())
+    error = float(difference / torch.linalg.vector_norm(one.double()).clamp_min(1e-30))
+    return error if error == error else float("inf")

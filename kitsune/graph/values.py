@@ -1,0 +1,40 @@
+"""The fake tensors in `node.meta["val"]`: what tracing knows of a graph's values.
+
+They are private, but there is no public way to learn what an operator would return.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from kitsune.graph import dataflow
+
+
+def mode_of(graph: fx.Graph) -> FakeTensorMode:
+    """The mode in which `graph` was traced."""
+    tensors = (tensor for node in graph.nodes for tensor in dataflow.tensors(node))
+    return next(tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
+
+
+def value(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a node that calls `target` would hold; nodes among the arguments stand for their values."""
+    taken = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], (args, kwargs))
+    with mode, torch.no_grad():
+        return target(*taken[0], **taken[1])
+
+
+def refresh(graph: fx.Graph) -> None:
+    """Computes all values again, after a change to what aliases what. Those of inputs and constants stay."""
+    mode = mode_of(graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            found = value(mode, node.target, node.args, dict(node.kwargs))
+            if found is not None or node.target is operator.getitem:
+                node.meta["val"] = found

@@ -1,0 +1,124 @@
+"""The judgement: agreement, times, and what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from kitsune.capture.trace import trace
+from kitsune.fusion import judge
+from kitsune.fusion.judge import Measured, agree, examples
+from kitsune.fusion.match import Alone
+from kitsune.timing import CostCache
+
+CPU = torch.device("cpu")
+X = torch.zeros(4, 4)
+
+
+def graph(function: Callable[..., list[Tensor]], *inputs: Tensor) -> fx.GraphModule:
+    return trace(function, inputs)
+
+
+def parts(before: Callable[..., list[Tensor]], after: Callable[..., list[Tensor]], *inputs: Tensor) -> Alone:
+    return Alone(graph(before, *inputs), graph(after, *inputs), graph(lambda *tensors: list(tensors), *inputs))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CostCache:
+    return CostCache(tmp_path, {"device": "of the test"})
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the timer says, one after the other."""
+    said: list[float] = []
+
+    def device_us(run: Callable[[], object], device: torch.device, **_: Any) -> float:
+        run()
+        return said.pop(0)
+
+    monkeypatch.setattr(judge, "device_us", device_us)
+    return said
+
+
+DOUBLED = parts(lambda x: [x.sin() + x.sin()], lambda x: [x.sin() * 2], X)
+
+
+@pytest.mark.parametrize(("before_us", "after_us", "taken"), [(10.0, 5.0, True), (10.0, 9.9, False), (5.0, 9.0, False)])
+def test_what_is_clearly_faster_is_taken(
+    before_us: float, after_us: float, taken: bool, cache: CostCache, times: list[float]
+) -> None:
+    times += [before_us, after_us]
+    verdict = Measured(CPU, cache)(DOUBLED)
+    assert (verdict.refusal is None) == taken
+    assert (verdict.before_us, verdict.after_us) == (before_us, after_us)
+
+
+def test_times_are_taken_once(cache: CostCache, times: list[float], tmp_path: Path) -> None:
+    times += [10.0, 5.0]
+    first = Measured(CPU, cache)(DOUBLED)
+    assert Measured(CPU, cache)(DOUBLED) == first
+    cache.save()
+    assert Measured(CPU, CostCache(tmp_path, {"device": "of the test"}))(DOUBLED) == first
+    assert times == []
+
+
+def scaled(x: Tensor) -> list[Tensor]:
+    return [x.sin() * 2.1]
+
+
+def not_a_number(x: Tensor) -> list[Tensor]:
+    return [x.sin() * float("nan")]
+
+
+def overwriting(x: Tensor) -> list[Tensor]:
+    y = x.sin() * 2
+    x.zero_()
+    return [y]
+
+
+@pytest.mark.parametrize("after", [scaled, not_a_number, overwriting])
+def test_what_differs_is_refused(after: Callable[..., list[Tensor]], cache: CostCache) -> None:
+    verdict = Measured(CPU, cache)(parts(lambda x: [x.sin() + x.sin()], after, X))
+    assert "differ" in (verdict.refusal or "")
+    assert (verdict.before_us, verdict.after_us) == (None, None)
+
+
+def test_low_precision_is_allowed_its_rounding() -> None:
+    def before(x: Tensor) -> list[Tensor]:
+        return [(x.bfloat16().sin() * 3).float()]
+
+    assert agree(parts(before, lambda x: [x.sin() * 3], X), CPU)
+    assert not agree(parts(lambda x: [x.sin() * 3], before, X), CPU)
+
+
+def test_what_fails_is_refused_with_its_reason(cache: CostCache) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("out of resources\nand more")
+
+    broken = fx.Graph()
+    broken.output([broken.call_function(fail, (broken.placeholder("x"),))])
+    verdict = Measured(CPU, cache)(DOUBLED._replace(after=fx.GraphModule({}, broken)))
+    assert verdict.refusal == "it failed: out of resources"
+
+
+def test_examples_are_valid_and_repeat() -> None:
+    inputs = torch.zeros(3, 2).t(), torch.zeros(3), torch.zeros(5, dtype=torch.int64), torch.zeros((), dtype=torch.half)
+    given = graph(lambda *tensors: list(tensors), *inputs)
+    made = examples(given, CPU)
+    for one, wanted in zip(made, inputs, strict=True):
+        assert (one.dtype, one.stride()) == (wanted.dtype, wanted.stride())
+    assert (made[1] > 0).all()
+    assert not made[2].any()
+    assert all(map(torch.equal, made, examples(given, CPU)))
+
+
+def test_the_random_numbers_of_the_user_are_not_touched(cache: CostCache) -> None:
+    state = torch.get_rng_state()
+    Measured(CPU, cache)(DOUBLED)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,93 @@
+"""Training steps with their operators fused. On the CPU, where the fused operators are their references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kitsune
+from kitsune.fusion.judge import Verdict
+from kitsune.loop import contest, planning
+from kitsune.plan import Plan
+from tests.kitsune.fusion.running import always
+from tests.kitsune.training import Net, Training, compare, sgd
+
+STEPS = 60
+EAGER = 10  # before the first capture, and again after the trials
+
+
+@pytest.fixture(autouse=True)
+def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
+    monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
+    monkeypatch.setattr(planning, "Measured", lambda device, cache: always)
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net(batch_norm=True)
+    return model, sgd(model)  # Adam would make much of the gradient of a bias before a batch norm, which is noise
+
+
+def train(**options: Any) -> Training:
+    options = {"mode": "auto", "steps": STEPS, "rtol": 1e-4, "atol": 1e-5, **options}
+    return compare("train_step", build, **options)
+
+
+def plan_of(training: Training) -> Plan:
+    assert training.train_step is not None
+    plan = training.train_step.plan()
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_fused_step_is_one_of_those_tried(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: place)
+    training = train(replays=STEPS - EAGER)
+    status = training.status()
+    assert [(one.strategy, one.num_streams, one.fused) for one in status.schedules] == [
+        ("in order", 1, False),
+        ("in order", 1, True),
+    ]
+    assert [one.chosen for one in status.schedules] == [place == 0, place == 1]
+    assert all(one.measured_us is not None for one in status.schedules)
+    plan = plan_of(training)
+    assert plan.is_fused == (place == 1)
+    fused = [task.operator for task in plan.graph.tasks if task.operator.startswith("kitsune.batch_norm")]
+    assert len(fused) == 2 * place
+    assert "fused" in str(status)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("options", [{"enable_fusion": False}, {"max_memory": "1GB"}, {"mode": "replay"}])
+def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "fused", lambda *_: pytest.fail("fused"))
+    training = train(replays=STEPS - (1 if options.get("mode") == "replay" else 5), rtol=0, atol=0, **options)
+    (schedule,) = training.status().schedules
+    assert not schedule.fused
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_nothing_is_worth_fusing_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "Measured", lambda device, cache: lambda alone: Verdict("it is not faster", 1.0, 1.0))
+    training = train(rtol=0, atol=0, replays=STEPS - 5)
+    (schedule,) = training.status().schedules
+    assert not schedule.fused
+
+
+def test_where_it_cannot_be_done_it_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model, optimizer = build()
+    step = kitsune.TrainStep(model, nn.functional.cross_entropy, optimizer, enable_fusion=True)
+    assert step.status().not_in_effect == ("enable_fusion",)
+    assert any("enable_fusion needs CUDA" in refusal for refusal in step.status().refusals)
+    quiet = kitsune.TrainStep(model, nn.functional.cross_entropy, optimizer)
+    assert quiet.status().refusals == quiet.status().not_in_effect == ()
