@@ -132,6 +132,13 @@ _EFFORTS: dict[tuple[Name, DeviceType], Effort] = {
 _SWEEP = ("eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp")
 """What the quick profile on CUDA measures over batch sizes: what several streams gain, beside eager and the peer."""
 
+_EARLIER = tuple(
+    f"{form}_{precision}"
+    for form in ("eager", "handcaptured", "kitsune_dropin", "kitsune_trainstep")
+    for precision in ("fp32", "amp")
+)
+"""What the quick profile on CUDA measures at the commits before HEAD: what may have changed, and what to hold it to."""
+
 
 def effort(profile: Name, device_type: DeviceType) -> Effort:
     """How thoroughly this profile measures on this kind of device."""
@@ -167,9 +174,10 @@ def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: b
 
 
 def _left_out_on_cuda(case: Case, variant: variants.Variant, at_head: bool) -> str | None:
-    """The default sizes are measured whole; the others at HEAD, of what the sweep names."""
+    """The default sizes are measured whole at HEAD, and Kitsune, eager and one peer before it; the others at HEAD, of
+    what the sweep names."""
     if case.default:
-        return None
+        return None if at_head or variant.name in _EARLIER else "measured at HEAD only"
     if variant.name not in _SWEEP:
         return "not part of the quick profile at this batch size; `make bench-full` measures it"
     return None if at_head else "batch sizes other than the default are measured at HEAD only"
