@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from kitsune.timing import CostCache, device_us
 _CLEARLY_FASTER = 0.97
 
 _SECONDS = 0.1
+
+# Most of a trial is compiling the forms of a kernel.
+_TRIAL_SECONDS = 30.0
 
 # Both round differently: of the errors' norms, in units of the lowest precision, and in float32's sums.
 _ROUNDINGS = 8.0
@@ -48,16 +52,20 @@ class Measured:
     Args:
         device: all values are there.
         cache: of the times; what is in it is not measured again.
+        limit_s: after so many seconds nothing more is tried; a later judge with the same cache goes on.
     """
 
-    def __init__(self, device: torch.device, cache: CostCache) -> None:
+    def __init__(self, device: torch.device, cache: CostCache, *, limit_s: float = _TRIAL_SECONDS) -> None:
         self._device, self._cache = device, cache
+        self._deadline = time.monotonic() + limit_s
 
     def __call__(self, alone: Alone) -> Verdict:
         modules = alone.before, alone.after
         keys = [f"fusion {graph_signature(module.graph)}" for module in modules]
         times = [self._cache.get(key) for key in keys]
         if None in times:
+            if time.monotonic() > self._deadline:
+                return Verdict("there was no time left to try it")
             try:
                 if not agree(alone, self._device):
                     return Verdict("its results differ from those of what it would replace")

@@ -59,6 +59,7 @@ class Match:
         build: adds the replacement.
         others: what it reads beside the inputs of `nodes`; earlier nodes.
         given: earlier operators whose results are among the inputs, where the replacement relies on what they compute.
+        squares: inputs that are never negative, which matters to what is done with them.
     """
 
     template: str
@@ -67,6 +68,7 @@ class Match:
     build: Build
     others: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
+    squares: tuple[fx.Node, ...]
 
     @classmethod
     def of(
@@ -77,10 +79,11 @@ class Match:
         build: Build,
         others: Iterable[fx.Node | None] = (),
         given: Iterable[fx.Node] = (),
+        squares: Iterable[fx.Node] = (),
     ) -> Match:
         """With the nodes in the order of their graph, each once."""
         present = tuple(node for node in others if node is not None)
-        return cls(template, tuple(sorted(set(nodes))), tuple(results), build, present, tuple(given))
+        return cls(template, tuple(sorted(set(nodes))), tuple(results), build, present, tuple(given), tuple(squares))
 
     def inputs(self) -> list[fx.Node]:
         """What the nodes and their replacement read of others, in a fixed order."""
@@ -109,20 +112,16 @@ def _place(match: Match) -> fx.Node:
 
 def _refuse_moves(nodes: Sequence[fx.Node], place: fx.Node) -> str | None:
     """None if all of `nodes` may run before `place`: of the others, none that they pass depends on their order."""
-    inside = set(nodes)
-    others = []
+    effects = {node: _effects(node) for node in nodes}
     node = nodes[0]
     while node is not nodes[-1]:
-        if node not in inside and _effects(node) != (set(), set()):
-            others.append(node)
         node = node.next
-    for other in others:
-        passing = [node for node in nodes if (node < other) == (other < place)]
-        reads, writes = _effects(other)
-        for node in passing:
-            theirs, written = _effects(node)
-            if writes & (theirs | written) or reads & written:
-                return f"{other.name} stands in between"
+        if node in effects:
+            continue
+        reads, writes = _effects(node)
+        for passing, (theirs, written) in effects.items():
+            if (passing < node) == (node < place) and (writes & (theirs | written) or reads & written):
+                return f"{node.name} stands in between"
     return None
 
 
@@ -172,6 +171,8 @@ def _given(match: Match, inputs: Sequence[fx.Node]) -> fx.Graph:
     read = dict.fromkeys(argument for node in made for argument in node.all_input_nodes)
     free = [node for node in dict.fromkeys([*read, *inputs]) if node not in made]
     graph, stand_ins = _with_inputs(free)
+    for node in match.squares:
+        stand_ins[node] = graph.call_function(torch.ops.aten.abs.default, (stand_ins[node],))
     for node in made:
         stand_ins[node] = graph.node_copy(node, stand_ins.__getitem__)
     graph.output([stand_ins[node] for node in inputs])

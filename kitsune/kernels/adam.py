@@ -1,4 +1,4 @@
-"""`kitsune::adam_`: Adam and AdamW over many float32 tensors in few launches, as an operator of a graph.
+"""`kitsune::adam_`: Adam and AdamW over many float32 parameters in few launches, as an operator of a graph.
 
 It takes the place of `torch._fused_adam_`, which computes `1 - beta2` in float32 on CUDA: at the
 default of 0.999 the second moments are wrong by 5e-5 of their value. Here the complements of the
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 Tensors = Sequence[torch.Tensor]
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 torch.library.define(
     "kitsune::adam_",
@@ -40,11 +42,13 @@ def adam_(
     maximize: bool,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """One step of Adam, in place, on a CUDA device that `kitsune.device.refuse_triton` does not refuse.
+    """One step of Adam, in place, on the CPU or a CUDA device that `kitsune.device.refuse_triton` does not refuse.
 
     Args:
         params: float32 tensors on one device, dense in memory in any order of dimensions.
-        grads, exp_avgs, exp_avg_sqs: of the shape, strides and dtype of `params`, one each.
+        grads: of the shape and strides of `params`, one each, all float32, all bfloat16 or all float16; they are
+            cast to float32 before anything else.
+        exp_avgs, exp_avg_sqs: of the shape, strides and dtype of `params`, one each.
         max_exp_avg_sqs: the same for AMSGrad; empty for none.
         steps: float32 scalars, one a parameter (they may be one tensor), that count this step already.
         lr: a float32 scalar.
@@ -91,14 +95,10 @@ def _check(
     for name, tensors in {**lists, "steps": steps}.items():
         if len(tensors) != len(params):
             raise ValueError(f"adam_ takes one tensor of {name} a parameter: got {len(tensors)} for {len(params)}")
-    flat = [*params, *(tensor for tensors in lists.values() for tensor in tensors)]
+    _check_types(grads, grads[0].dtype if grads and grads[0].dtype in _HALVES else torch.float32, lr.device)
     scalars = [*steps, lr, *([] if found_inf is None else [found_inf])]
-    for tensor in [*flat, *scalars]:
-        if tensor.dtype != torch.float32 or tensor.device != lr.device:
-            raise ValueError(
-                f"adam_ takes float32 tensors of one device: got {tensor.dtype} on {tensor.device} "
-                f"beside a learning rate on {lr.device}"
-            )
+    state = [tensor for name, tensors in lists.items() if name != "grads" for tensor in tensors]
+    _check_types([*params, *state, *scalars], torch.float32, lr.device)
     for name, tensors in lists.items():
         for param, tensor in zip(params, tensors, strict=True):
             if tensor.shape != param.shape or not _same_memory_order(tensor, param):
@@ -106,6 +106,23 @@ def _check(
                     f"adam_ takes {name} laid out like the parameters: got {tuple(tensor.shape)} with strides "
                     f"{tensor.stride()} for {tuple(param.shape)} with strides {param.stride()}"
                 )
+
+
+def _check_types(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.device != device:
+            raise ValueError(
+                "adam_ takes float32 tensors of one device (gradients may be all bfloat16 or all float16): "
+                f"got {tensor.dtype} on {tensor.device} beside a learning rate on {device}"
+            )
+
+
+def _adam_on_cpu(*lists: Tensors, decoupled: bool, **options: Any) -> None:
+    _check(*lists, **options)
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = map(list, lists)
+    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    floats = [grad.float() for grad in grads]
+    update(params, floats, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=bool(max_exp_avg_sqs), **options)
 
 
 def _adam_on_cuda(*lists: Tensors, lr: torch.Tensor, **options: Any) -> None:
@@ -122,4 +139,5 @@ def _same_memory_order(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 torch.library.register_fake("kitsune::adam_", _check)
+torch.library.impl("kitsune::adam_", "CPU", _adam_on_cpu)
 torch.library.impl("kitsune::adam_", "CUDA", _adam_on_cuda)

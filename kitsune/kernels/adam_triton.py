@@ -61,7 +61,7 @@ def _update(
     maximize: tl.constexpr,
 ) -> None:
     param = tl.load(param_at, mask)
-    grad = tl.load(grad_at, mask)
+    grad = tl.load(grad_at, mask).to(tl.float32)
     exp_avg = tl.load(exp_avg_at, mask)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask)
     if maximize:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 
 import kitsune
+import models
 from kitsune.fusion.judge import Verdict
 from kitsune.loop import contest, planning
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always
 from tests.kitsune.training import Net, Training, compare, sgd
 
-STEPS = 60
+STEPS = 140
 EAGER = 10  # before the first capture, and again after the trials
 
 
@@ -91,3 +93,25 @@ def test_where_it_cannot_be_done_it_is_refused_with_a_reason(monkeypatch: pytest
     assert any("enable_fusion needs CUDA" in refusal for refusal in step.status().refusals)
     quiet = kitsune.TrainStep(model, nn.functional.cross_entropy, optimizer)
     assert quiet.status().refusals == quiet.status().not_in_effect == ()
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "lenet"])
+def test_whole_models_train_as_they_do_eagerly(name: str, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every template that fits."""
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
+    workload = models.build(name, seed=0)
+    snapshot = copy.deepcopy(workload.module.state_dict())
+    losses = []
+    for mode in ("auto", "eager"):
+        workload.module.load_state_dict(snapshot)
+        optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.05, momentum=0.9)
+        step = kitsune.TrainStep(workload.module, workload.loss_fn, optimizer, mode=mode, enable_amp=amp, num_streams=1)
+        losses.append(torch.stack([step(*workload.batch(4, index=index)) for index in range(STEPS)]))
+        if mode == "auto":
+            plan = step.plan()
+            assert plan is not None
+            assert plan.is_fused
+    tolerance = 0.05 if amp else 1e-3
+    torch.testing.assert_close(losses[0], losses[1], rtol=tolerance, atol=tolerance)

@@ -68,6 +68,15 @@ def test_times_are_taken_once(cache: CostCache, times: list[float], tmp_path: Pa
     assert times == []
 
 
+def test_when_the_time_is_up_only_what_is_known_is_judged(cache: CostCache, times: list[float]) -> None:
+    times += [10.0, 5.0]
+    known = Measured(CPU, cache)(DOUBLED)
+    judge = Measured(CPU, cache, limit_s=-1.0)
+    assert judge(DOUBLED) == known
+    verdict = judge(parts(lambda x: [x.exp() + x.exp()], lambda x: [x.exp() * 2], X))
+    assert "no time left" in (verdict.refusal or "")
+
+
 def scaled(x: Tensor) -> list[Tensor]:
     return [x.sin() * 2.1]
 

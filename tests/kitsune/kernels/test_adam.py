@@ -253,7 +253,40 @@ def test_tensors_at_odd_addresses_and_in_other_orders(machine: tuple[str, Launch
     assert torch.equal(run.params[1].permute(1, 2, 0).reshape(-1), aligned.params[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_gradients_in_half_precision(machine: tuple[str, Launch], dtype: torch.dtype, shifted: bool) -> None:
+    """As if they were cast first, to the bit, also at addresses that are no multiples of 16 bytes."""
+    run, cast = Run(machine, SIZES, amsgrad=True, maximize=True), Run(machine, SIZES, amsgrad=True, maximize=True)
+    for step in range(STEPS):
+        grads = [grad.to(dtype) for grad in gradients(SIZES, run.device, step)]
+        if shifted:
+            grads = [torch.cat([grad.new_zeros(1), grad])[1:] for grad in grads]
+        run.step(grads)
+        cast.step([grad.float() for grad in grads])
+    for name, tensors in cast.values().items():
+        assert all(map(torch.equal, run.values()[name], tensors)), name
+
+
 # The operator
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "amsgrad": True}, {"weight_decay": 0.1, "decoupled": True}], ids=str
+)
+def test_the_operator_on_the_cpu(kernel: ModuleType, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """It does what the kernel does."""
+    run, interpreted_run = (Run(("cpu", launch), SIZES, **options) for launch in (adam.adam_, kernel.launch))
+    for step in range(STEPS):
+        grads = [grad.to(dtype) for grad in gradients(SIZES, "cpu", step)]
+        run.step(grads)
+        interpreted_run.step(grads)
+    for name, tensors in interpreted_run.values().items():
+        assert error(run.values()[name], [tensor.double() for tensor in tensors]) < 1, name
+    before = [tensor.clone() for tensors in run.values().values() for tensor in tensors]
+    run.step(gradients(SIZES, "cpu", STEPS), found_inf=torch.ones(()))
+    assert all(map(torch.equal, before, [tensor for tensors in run.values().values() for tensor in tensors]))
 
 
 def arguments(**changes: Any) -> tuple[Lists, dict[str, Any]]:
@@ -292,7 +325,13 @@ def test_the_operator_is_one_node_of_a_legal_graph(amsgrad: bool) -> None:
     [
         ({"grads": [torch.ones(3, 2)]}, "one tensor of grads a parameter: got 1 for 2"),
         ({"steps": [torch.ones(())]}, "one tensor of steps a parameter: got 1 for 2"),
-        ({"grads": [torch.ones(3, 2), torch.ones(4).double()]}, "float32 tensors of one device: got torch.float64"),
+        ({"grads": [torch.ones(3, 2), torch.ones(4).double()]}, "float32 tensors of one device.*got torch.float64"),
+        ({"grads": [torch.ones(3, 2).half(), torch.ones(4).bfloat16()]}, "all bfloat16 or all float16.: got torch.bfl"),
+        ({"grads": [torch.ones(3, 2), torch.ones(4).half()]}, "all bfloat16 or all float16.: got torch.float16"),
+        (
+            {"params": [torch.ones(3, 2).half(), torch.ones(4).half()]},
+            "float32 tensors of one device.*got torch.float16",
+        ),
         ({"lr": torch.tensor(0.1, dtype=torch.float64)}, "got torch.float64 on cpu"),
         ({"exp_avgs": [torch.ones(3, 2, device="meta"), torch.ones(4)]}, "got torch.float32 on meta"),
         ({"exp_avgs": [torch.ones(2, 3), torch.ones(4)]}, r"exp_avgs laid out like the parameters: got \(2, 3\)"),

@@ -1,0 +1,89 @@
+"""Templates for small operators on many of a graph's inputs: parameters that autocast casts, counters that advance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+
+import torch
+from torch import fx
+
+from kitsune.fusion.match import Builder, Match
+from kitsune.fusion.nodes import arguments, aten, calls
+from kitsune.graph import dataflow
+from kitsune.kernels import casts
+from kitsune.kernels.images import FLOATS
+
+kitsune = torch.ops.kitsune
+
+_MOST_COUNTED = 64
+"""Elements of a counter: several small ones take one launch, large ones keep a device busy by themselves."""
+
+Kind = Callable[[fx.Node], Hashable]
+"""What nodes that may go together have in common; None for a node that may go with none."""
+
+
+def parameters(node: fx.Node) -> Iterator[Match]:
+    """All casts of inputs from one type to another, which are ready at once."""
+    nodes = _group(node, _cast)
+    if len(nodes) < 2:
+        return
+
+    def build(builder: Builder) -> list[fx.Node]:
+        sources = [cast.args[0] for cast in nodes]
+        return builder.results(builder.call(kitsune.cast_many.default, sources, node.meta["val"].dtype))
+
+    yield Match.of("casts of many inputs", nodes, nodes, build)
+
+
+def counters(node: fx.Node) -> Iterator[Match]:
+    """All additions of one number to small integer inputs that are not used otherwise."""
+    nodes = _group(node, _count)
+    if len(nodes) < 2:
+        return
+
+    def build(builder: Builder) -> list[fx.Node]:
+        builder.call(aten._foreach_add_.Scalar, [add.args[0] for add in nodes], node.args[1])
+        return []
+
+    yield Match.of("counters", nodes, [], build)
+
+
+def _group(first: fx.Node, kind: Kind) -> list[fx.Node]:
+    """Those of the kind of `first` that read what the graph is given; none if `first` is not the first of them."""
+    wanted = kind(first)
+    if wanted is None:
+        return []
+    found: list[fx.Node] = []
+    written: set[int] = set()
+    for node in first.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if kind(node) == wanted and not written & dataflow.storages(node.args[0]):
+            if not found and node is not first:
+                return []
+            found.append(node)
+        written |= {storage for target in dataflow.written(node) for storage in dataflow.storages(target)}
+    return found
+
+
+def _cast(node: fx.Node) -> Hashable:
+    if not calls(node, aten._to_copy.default):
+        return None
+    (source,) = node.all_input_nodes
+    before, after = source.meta["val"], node.meta["val"]
+    fits = before.dtype in FLOATS and after.dtype in FLOATS and before.device == after.device
+    if source.op != "placeholder" or not fits or not casts.is_dense(before) or before.stride() != after.stride():
+        return None
+    return before.dtype, after.dtype, str(before.device)
+
+
+def _count(node: fx.Node) -> Hashable:
+    if not calls(node, aten.add_.Tensor):
+        return None
+    counter, number, alpha = arguments(node)
+    count = counter.meta["val"]
+    small = not count.dtype.is_floating_point and count.dtype is not torch.bool and count.numel() <= _MOST_COUNTED
+    alone = counter.op == "placeholder" and len(counter.users) == 1 and not node.users
+    if not alone or not small or not isinstance(number, int) or alpha != 1:
+        return None
+    return count.dtype, str(count.device), number

@@ -1,0 +1,187 @@
+"""Which casts and counters are taken together, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+from kitsune.capture.trace import trace
+from kitsune.fusion import casts
+from kitsune.plan import Fusion
+from tests.kitsune.fusion.running import InAutocast, always, assert_alike, fuse, fused, never, operators, run
+from tests.kitsune.steps import traced_step
+
+TEMPLATES = (casts.parameters, casts.counters)
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def weights(*shapes: tuple[int, ...], device: str = "cpu") -> list[Tensor]:
+    return [torch.randn(shape, device=device) for shape in shapes]
+
+
+def chain(x: Tensor, *factors: Tensor) -> list[Tensor]:
+    """Each factor is cast where it is needed."""
+    y = x.bfloat16()
+    for factor in factors:
+        y = y.sin() @ factor.bfloat16()
+    return [y, y.float()]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_casts_of_inputs_become_one(device: str) -> None:
+    inputs = weights((3, 4), (4, 5), (5, 4), (4, 2), device=device)
+    inputs[2] = inputs[2].t().contiguous().t()
+    module, new = fused(chain, inputs, TEMPLATES)
+    assert operators(new) == {"cast_many": 1}
+    assert operators(new, "aten")["_to_copy"] == 1  # of the result
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def test_each_pair_of_types_by_itself() -> None:
+    def function(*inputs: Tensor) -> list[Tensor]:
+        return [one.to(dtype) for one in inputs for dtype in (torch.bfloat16, torch.float16) if one.dtype != dtype]
+
+    inputs = [*weights((3,), (4,)), torch.randn(5).half(), torch.randn(6).half()]
+    module, new = fused(function, inputs, TEMPLATES)
+    assert operators(new) == {"cast_many": 3}
+    assert operators(new, "aten") == {}
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def single(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [x.bfloat16(), other.sin()]
+
+
+def of_what_is_computed(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [x.sin().bfloat16(), other.sin().bfloat16()]
+
+
+def of_what_is_written(x: Tensor, other: Tensor) -> list[Tensor]:
+    first = x.bfloat16()
+    other.mul_(2)
+    return [first, other.bfloat16()]
+
+
+def laid_out_anew(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [tensor.t().to(torch.bfloat16, memory_format=torch.contiguous_format) for tensor in (x, other)]
+
+
+def to_other_types(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [x.double(), other.double(), x.int(), other.int()]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [single, of_what_is_computed, of_what_is_written, laid_out_anew, to_other_types],
+    ids=lambda f: f.__name__,
+)
+def test_casts_that_stay(function: Callable[..., list[Tensor]]) -> None:
+    inputs = weights((3, 4), (5, 4))
+    module, new = fused(function, inputs, TEMPLATES)
+    assert not operators(new)
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def test_inputs_with_gaps_are_cast_by_themselves() -> None:
+    inputs = [torch.randn(3, 8)[:, :5], *weights((3, 5), (2, 2))]
+    module, new = fused(lambda *tensors: [tensor.bfloat16() for tensor in tensors], inputs, TEMPLATES)
+    assert operators(new) == {"cast_many": 1}
+    assert operators(new, "aten") == {"_to_copy": 1}
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def counts(*values: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> list[Tensor]:
+    return [torch.tensor(value, dtype=dtype, device=device) for value in values]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_counters_become_one(device: str) -> None:
+    def function(x: Tensor, *counters: Tensor) -> list[Tensor]:
+        for counter in counters:
+            counter.add_(1)
+            x = x.sin()
+        return [x]
+
+    inputs = [*weights((3,), device=device), *counts(1, 5, 2**40, device=device)]
+    module, new = fused(function, inputs, TEMPLATES)
+    assert operators(new, "aten") == {"_foreach_add_": 1, "sin": 3}
+    assert [tensor.item() for tensor in run(new, inputs)[-3:]] == [2, 6, 2**40 + 1]
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def test_counters_with_other_steps_and_types_by_themselves() -> None:
+    def function(*counters: Tensor) -> list[Tensor]:
+        for place, counter in enumerate(counters):
+            counter.add_(2 if place < 2 else 1)
+        return []
+
+    inputs = [*counts(1, 2, 3, 4), *counts(5, 6, dtype=torch.int32)]
+    module, new = fused(function, inputs, TEMPLATES)
+    assert operators(new, "aten") == {"_foreach_add_": 3}
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def read_too(one: Tensor, other: Tensor) -> list[Tensor]:
+    return [one.add_(1).sin(), other.add_(1).sin()]
+
+
+def twice(one: Tensor, other: Tensor) -> list[Tensor]:
+    one.add_(1), one.add_(1), other.add_(1)
+    return []
+
+
+def by_tensors(one: Tensor, other: Tensor, number: Tensor) -> list[Tensor]:
+    one.add_(number), other.add_(number)
+    return []
+
+
+def scaled(one: Tensor, other: Tensor) -> list[Tensor]:
+    one.add_(1, alpha=3), other.add_(1, alpha=3)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (read_too, counts(1, 2)),
+        (twice, counts(1, 2)),
+        (by_tensors, counts(1, 2, 3)),
+        (scaled, counts(1, 2)),
+        (lambda one, other: [one.add_(1), other.add_(1)][:0], [torch.zeros(65, dtype=torch.int64) for _ in range(2)]),
+        (lambda one, other: [one.add_(1), other.add_(1)][:0], [torch.zeros(()) for _ in range(2)]),
+    ],
+    ids=["read too", "twice", "by tensors", "scaled", "large", "floating point"],
+)
+def test_counters_that_stay(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> None:
+    module, new = fused(function, inputs, TEMPLATES)
+    assert operators(new, "aten")["_foreach_add_"] == 0
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def test_nothing_changes_unless_it_is_faster() -> None:
+    inputs = weights((3, 4), (4, 5))
+    new, fusions = fuse(trace(chain, inputs), TEMPLATES, never)
+    assert not operators(new)
+    assert [fusion.template for fusion in fusions] == ["casts of many inputs"]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_resnet18_under_autocast(device: str) -> None:
+    workload = models.build("resnet18", seed=0)
+    module = InAutocast(workload.module.to(device, memory_format=torch.channels_last), torch.bfloat16)
+    x, y = (tensor.to(device) for tensor in workload.batch(2, index=0))
+    step = traced_step(module, nn.functional.cross_entropy, x, y)
+    new, fusions = fuse(step.module, TEMPLATES, always)
+    before, after = operators(step.module, "aten"), operators(new, "aten")
+    assert operators(new)["cast_many"] == 1
+    assert before["_to_copy"] - after["_to_copy"] == num_nodes(fusions, "casts of many inputs") >= 21
+    assert num_nodes(fusions, "counters") == before["add_"] - after["add_"] == 20
+    assert_alike(run(new, step.inputs), run(step.module, step.inputs), rtol=0, atol=0)
+
+
+def num_nodes(fusions: Sequence[Fusion], template: str) -> int:
+    return sum(len(fusion.operators) for fusion in fusions if fusion.template == template)
