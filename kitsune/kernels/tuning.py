@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
 import torch
 
+from kitsune.device import synchronize
 from kitsune.timing import CostCache, device_us
 
 C = TypeVar("C")
+
+_MOST_COMPILERS = 12
 
 _chosen: dict[tuple[str, torch.device], object] = {}
 
@@ -24,8 +29,9 @@ def choose(key: str, forms: Sequence[C], run: Callable[[C], object], device: tor
     Args:
         key: names the kernel and whatever its time depends on: shapes, strides, data types, options.
         forms: their `repr` must tell them apart.
-        run: launches the kernel in that form; it is called often, so it must not change anything that matters. The
-            first call with a key must not come while a CUDA graph is being recorded. A form that fails to compile or
+        run: launches the kernel in that form; it is called often, and first by several threads with a form each, so
+            it must not change anything that matters. The first call with a key must not come while a CUDA graph is
+            being recorded. A form that fails to compile or
             needs more resources than the device has raises, and is passed over.
 
     Raises:
@@ -46,21 +52,40 @@ def _costs(device: torch.device) -> CostCache:
 
 def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
     costs = _costs(device)
-    times: list[float] = []
-    failures: list[str] = []
-    for form in forms:
-        entry = f"kernel {key} {form!r}"
-        us = costs.get(entry)
-        if us is None:
-            try:
-                us = device_us(lambda form=form: run(form), device, limit_s=0.05)  # type: ignore[misc]
-            except (RuntimeError, ValueError) as error:  # out of resources, or no code for it
-                failures.append(f"{form!r}: {error}")
-                us = float("inf")
-            else:
-                costs.put(entry, us)
-        times.append(us)
-    if min(times) == float("inf"):
-        raise RuntimeError(f"no form of the kernel {key} works on {device}: {'; '.join(failures)}")
+    entries = [f"kernel {key} {form!r}" for form in forms]
+    new = [place for place, entry in enumerate(entries) if costs.get(entry) is None]
+    errors = _prepare([forms[place] for place in new], run, device)
+    failures = {place: error for place, error in zip(new, errors, strict=True) if error is not None}
+    for place in new:
+        if place not in failures:
+            us = device_us(lambda form=forms[place]: run(form), device, limit_s=0.05)  # type: ignore[misc]
+            costs.put(entries[place], us)
+    working = [place for place in range(len(forms)) if place not in failures]
+    if not working:
+        reasons = "; ".join(f"{forms[place]!r}: {error}" for place, error in failures.items())
+        raise RuntimeError(f"no form of the kernel {key} works on {device}: {reasons}")
     costs.save()
-    return forms[times.index(min(times))]
+    return forms[min(working, key=lambda place: costs.get(entries[place]) or 0.0)]
+
+
+def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> list[Exception | None]:
+    """Compiles all forms at the same time, by running each of them once; returns why some do not work.
+
+    Compilers hold Python's lock for a small part of the time only.
+    """
+
+    def prepare(form: C) -> Exception | None:
+        with torch.cuda.device(device), torch.no_grad():
+            try:
+                run(form)
+            except (RuntimeError, ValueError) as error:  # out of resources, or no code for it
+                return error
+        return None
+
+    if not forms:
+        return []
+    synchronize(device)  # the threads run on another stream than the one that makes their inputs
+    with ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(prepare, forms))
+    synchronize(device)
+    return found

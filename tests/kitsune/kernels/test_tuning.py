@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,16 +26,19 @@ class Device:
     def __init__(self, times: Times) -> None:
         self.times = times
         self.timed: list[str] = []
+        self.runs: list[tuple[str, threading.Thread]] = []
 
     def run(self, form: str) -> None:
-        self.timed.append(form)
+        self.runs.append((form, threading.current_thread()))
         if isinstance(found := self.times[form], Exception):
             raise found
 
     def device_us(self, run: Callable[[], object], _device: torch.device, *, limit_s: float) -> float:
         assert 0 < limit_s < 1
         run()
-        us = self.times[self.timed[-1]]
+        form, _ = self.runs[-1]
+        self.timed.append(form)
+        us = self.times[form]
         assert isinstance(us, float)
         return us
 
@@ -46,6 +51,8 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
         tuning._costs.cache_clear()
         tuning._chosen.clear()
         monkeypatch.setattr(tuning, "device_us", device.device_us)
+        monkeypatch.setattr(tuning, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         return device
 
     monkeypatch.setattr(CostCache, "of", classmethod(lambda cls, _device: cls(tmp_path, HERE)))
@@ -59,6 +66,7 @@ def test_the_fastest_is_chosen_and_timed_once(device: Callable[[Times], Device])
     for _ in range(3):
         assert choose("mm 64x64", ("small", "middle", "large"), gpu.run, CUDA) == "middle"
     assert gpu.timed == ["small", "middle", "large"]
+    assert sorted(form for form, thread in gpu.runs if thread is not threading.main_thread()) == sorted(gpu.timed)
 
 
 def test_other_keys_and_other_devices_are_other_choices(device: Callable[[Times], Device]) -> None:
@@ -74,12 +82,13 @@ def test_another_process_finds_the_times_on_disk(device: Callable[[Times], Devic
     choose("mm", ("small", "large"), gpu.run, CUDA)
     gpu = device({})
     assert choose("mm", ("small", "large"), gpu.run, CUDA) == "large"
-    assert gpu.timed == []
+    assert gpu.timed == gpu.runs == []
 
 
 def test_a_form_that_does_not_work_is_passed_over(device: Callable[[Times], Device]) -> None:
     gpu = device({"small": 3.0, "large": RuntimeError("out of resource: shared memory")})
     assert choose("mm", ("large", "small"), gpu.run, CUDA) == "small"
+    assert gpu.timed == ["small"]
 
 
 def test_where_none_works_all_reasons_are_told(device: Callable[[Times], Device]) -> None:
@@ -92,4 +101,4 @@ def test_on_the_cpu_and_without_a_choice_nothing_is_timed(device: Callable[[Time
     gpu = device({})
     assert choose("mm", ("small", "large"), gpu.run, CPU) == "small"
     assert choose("mm", ("only",), gpu.run, CUDA) == "only"
-    assert gpu.timed == []
+    assert gpu.timed == gpu.runs == []
