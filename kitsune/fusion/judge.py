@@ -121,9 +121,12 @@ def agree(alone: Alone, device: torch.device) -> bool:
 
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of `other`, relative to `one`; infinite where it is not a number."""
+    """Of `other`, relative to `one`, where they are not equal or both no numbers; infinite where one is no number."""
     if one.numel() == 0:
         return 0.0
-    difference = torch.linalg.vector_norm(one.double() - other.double())
-    error = float(difference / torch.linalg.vector_norm(one.double()).clamp_min(1e-30))
+    one, other = one.double(), other.double()
+    same = (one == other) | (one.isnan() & other.isnan())
+    finite = torch.where(one.isfinite(), one, 0)
+    difference = torch.linalg.vector_norm(torch.where(same, 0, one - other))
+    error = float(difference / torch.linalg.vector_norm(finite).clamp_min(1e-30))
     return error if error == error else float("inf")

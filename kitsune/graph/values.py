@@ -24,9 +24,15 @@ def mode_of(graph: fx.Graph) -> FakeTensorMode:
 
 
 def value(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a node that calls `target` would hold; nodes among the arguments stand for their values."""
-    taken = pytree.tree_map_only(fx.Node, lambda node: node.meta["val"], (args, kwargs))
+    """What a node that calls `target` would hold; nodes among the arguments stand for their values.
+
+    These stay as they are: an operator that changes the shape of its argument gets another tensor in its place.
+    """
+    reshapes = isinstance(target, torch._ops.OpOverload) and torch.Tag.inplace_view in target.tags
     with mode, torch.no_grad():
+        taken = pytree.tree_map_only(
+            fx.Node, lambda node: node.meta["val"].detach() if reshapes else node.meta["val"], (args, kwargs)
+        )
         return target(*taken[0], **taken[1])
 
 

@@ -24,7 +24,7 @@ _INDEXING = {
 _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
 
 # ATen, and Kitsune's own kernels.
-_NAMESPACES = ("aten", "kitsune")
+_NAMESPACES = ("aten", "kitsune", "kitsune_regions")
 
 # Eager raises an exception that can be caught; on a GPU these would end the process's use of the device.
 _ASSERTIONS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}

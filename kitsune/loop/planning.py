@@ -11,9 +11,7 @@ from torch import fx
 
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only_placed, places, writers
-from kitsune.fusion.engine import FusionEngine
-from kitsune.fusion.judge import Measured
-from kitsune.fusion.templates import TEMPLATES
+from kitsune.loop.fusing import fused
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.passes import pipeline
@@ -21,7 +19,6 @@ from kitsune.plan import Costs, Fusion, Plan, Schedule, TaskGraph, task_graph
 from kitsune.schedule import DataflowScheduler, simulate
 from kitsune.schedule.cost import analytic_costs, measured_costs
 from kitsune.schedule.limits import device_limits
-from kitsune.timing import CostCache
 
 # Each part may start when its gradients are there, and is one launch more.
 _UPDATE_PARTS = 4
@@ -84,20 +81,6 @@ def others(
     return tuple(
         dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, fusions=fusions)) for planned in found
     )
-
-
-def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Fusion, ...]]:
-    """`module` with its operators fused where that is measured to be faster on `device`; `module` itself if nowhere.
-
-    The second result tells what was tried.
-    """
-    cache = CostCache.of(device)
-    engine = FusionEngine(TEMPLATES, Measured(device, cache))
-    result, fusions = engine.fuse(pipeline.run(module, pipeline.CLEARING))
-    cache.save()
-    if all(fusion.refusal is not None for fusion in fusions):
-        return module, fusions
-    return pipeline.run(result, pipeline.FINISHING), fusions
 
 
 def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int) -> tuple[Planned, ...]:

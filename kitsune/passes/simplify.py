@@ -38,4 +38,8 @@ def _key(value: torch.Tensor) -> Hashable:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    """Whether `node` is a view that keeps its shape."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target.is_view:
+        return False
+    users = (user.target for user in node.users)
+    return not any(isinstance(user, torch._ops.OpOverload) and torch.Tag.inplace_view in user.tags for user in users)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import nn
 import kitsune
 import models
 from kitsune.fusion.judge import Verdict
-from kitsune.loop import contest, planning
+from kitsune.loop import contest, fusing, planning
+from kitsune.passes.regions import fuse_regions
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always
+from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.training import Net, Training, compare, sgd
 
 STEPS = 140
@@ -27,7 +30,8 @@ def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(planning, "Measured", lambda device, cache: always)
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: always)
+    monkeypatch.setattr(fusing, "fuse_regions", partial(fuse_regions, backend=OPERATORS))
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -65,6 +69,7 @@ def test_the_fused_step_is_one_of_those_tried(place: int, monkeypatch: pytest.Mo
     fused = [task.operator for task in plan.graph.tasks if task.operator.startswith("kitsune.batch_norm")]
     assert len(fused) == 2 * place
     assert "fused" in str(status)
+    assert {fusion.template for fusion in plan.fusions} >= ({"region"} if place else set())
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -79,7 +84,7 @@ def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: p
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "Measured", lambda device, cache: lambda alone: Verdict("it is not faster", 1.0, 1.0))
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: lambda alone: Verdict("it is not faster", 1.0, 1.0))
     training = train(rtol=0, atol=0, replays=STEPS - 5)
     (schedule,) = training.status().schedules
     assert not schedule.fused

@@ -7,7 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from kitsune.kernels.regions import Backend, Code
 from tests.kitsune.steps import bits
+
+
+def able(_device: torch.device) -> None:
+    return None
+
+
+def interpreted(module: fx.GraphModule, _inputs: Sequence[Tensor]) -> Code:
+    return fx.Interpreter(module).run
+
+
+OPERATORS = Backend("operators", able, interpreted)
+"""Runs the operators of a region one by one."""
 
 
 def results(module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[object]:

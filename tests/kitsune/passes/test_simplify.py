@@ -60,6 +60,18 @@ def test_one_node_is_left_for_each_view(function: Function, left: list[str]) -> 
     assert values_are_right(new, inputs)
 
 
+def test_what_is_given_another_shape_in_place_is_left_alone() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        y = x[:].t_()
+        return [y.exp(), x.sin()]
+
+    inputs = [torch.rand(2, 3)]
+    module = trace(function, inputs)
+    new = pipeline.run(module, pipeline.CLEARING, verify=True)
+    assert results(new, inputs) == results(module, inputs)
+    assert values_are_right(new, inputs)
+
+
 def test_copies_and_in_place_operators_are_no_views() -> None:
     def function(x: Tensor) -> list[Tensor]:
         return [x.clone().relu_(), x.contiguous().exp(), x.to(torch.float32, copy=True).sin()]

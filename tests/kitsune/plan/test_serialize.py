@@ -41,7 +41,8 @@ def test_the_form_of_the_text() -> None:
         "launch_us": 0.5, "sync_us": 1.0, "source": "measured",
     }  # fmt: skip
     assert sorted(plan) == [
-        "costs", "fusions", "graph", "measured_spans", "measured_us", "memory", "predicted_spans", "predicted_us", "schedule",
+        "costs", "fusions", "graph", "measured_spans", "measured_us", "memory", "predicted_spans", "predicted_us",
+        "schedule",
     ]  # fmt: skip
     assert plan["predicted_spans"][0] == [0.0, 3.5]
 

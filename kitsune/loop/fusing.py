@@ -1,0 +1,77 @@
+"""Fuses the operators of a captured step: templates first, then regions of what they have left."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from kitsune.errors import Refusal
+from kitsune.fusion.engine import FusionEngine
+from kitsune.fusion.judge import Judge, Measured, Verdict
+from kitsune.fusion.match import Alone
+from kitsune.fusion.templates import TEMPLATES
+from kitsune.graph import dataflow
+from kitsune.passes import pipeline
+from kitsune.passes.regions import Fused, fuse_regions
+from kitsune.plan import Fusion
+from kitsune.timing import CostCache
+
+
+def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Fusion, ...]]:
+    """`module` with its operators fused where that is measured to be faster on `device`; `module` itself if nowhere.
+
+    The second result tells what was tried.
+    """
+    cache = CostCache.of(device)
+    judge = Measured(device, cache)
+    cleared = pipeline.run(module, pipeline.CLEARING)
+    result, fusions = FusionEngine(TEMPLATES, judge).fuse(cleared)
+    judged = _JudgedRegions(judge)
+    regions = fuse_regions(result, judge=judged)
+    fusions += judged.fusions(regions)
+    cache.save()
+    if all(fusion.refusal is not None for fusion in fusions):
+        return module, fusions
+    return pipeline.run(regions.module, pipeline.FINISHING), fusions
+
+
+class _JudgedRegions:
+    """Compares regions' operators with the graphs that they compute, and remembers the outcome."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._verdicts: dict[str, Verdict] = {}
+
+    def __call__(self, module: fx.GraphModule, target: torch._ops.OpOverload) -> Refusal | None:
+        verdict = self._verdicts[str(target)] = self._judge(_compared(module, target))
+        return None if verdict.refusal is None else Refusal(verdict.refusal)
+
+    def fusions(self, regions: Fused) -> tuple[Fusion, ...]:
+        used = [
+            Fusion(
+                "region", one.nodes, self._verdicts[one.operator].before_us, self._verdicts[one.operator].after_us, None
+            )
+            for one in regions.regions
+        ]
+        left = [Fusion("region", one.nodes, None, None, str(one.refusal)) for one in regions.refused]
+        return (*used, *left)
+
+
+def _compared(module: fx.GraphModule, target: torch._ops.OpOverload) -> Alone:
+    """A region's graph and a call of its operator, with the same inputs and results."""
+    inputs = dataflow.placeholders(module.graph)
+    after, given = fx.Graph(), fx.Graph()
+    taken = [_copy_of(node, after) for node in inputs]
+    call = after.call_function(target, tuple(taken))
+    count = len(target._schema.returns)
+    after.output([call] if count == 1 else [after.call_function(operator.getitem, (call, n)) for n in range(count)])
+    given.output([_copy_of(node, given) for node in inputs])
+    return Alone(module, fx.GraphModule({}, after), fx.GraphModule({}, given))
+
+
+def _copy_of(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    copy = graph.placeholder(node.name)
+    copy.meta["val"] = node.meta["val"]
+    return copy
