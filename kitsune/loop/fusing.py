@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import operator
+import time
 
 import torch
 from torch import fx
@@ -18,6 +20,10 @@ from kitsune.passes.regions import Fused, fuse_regions
 from kitsune.plan import Fusion
 from kitsune.timing import CostCache
 
+_log = logging.getLogger("kitsune")
+
+_SILENT_SECONDS = 3.0
+
 
 def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Fusion, ...]]:
     """`module` with its operators fused where that is measured to be faster on `device`; `module` itself if nowhere.
@@ -25,7 +31,7 @@ def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule,
     The second result tells what was tried.
     """
     cache = CostCache.of(device)
-    judge = Measured(device, cache)
+    judge = _Telling(Measured(device, cache))
     cleared = pipeline.run(module, pipeline.CLEARING)
     result, fusions = FusionEngine(TEMPLATES, judge).fuse(cleared)
     judged = _JudgedRegions(judge)
@@ -35,6 +41,24 @@ def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule,
     if all(fusion.refusal is not None for fusion in fusions):
         return module, fusions
     return pipeline.run(regions.module, pipeline.FINISHING), fusions
+
+
+class _Telling:
+    """A judge that tells the user why a step takes so long."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._begun = time.monotonic()
+        self._has_told = False
+        self._count = 0
+
+    def __call__(self, alone: Alone) -> Verdict:
+        self._count += 1
+        _log.info("fusion, part %d: %s", self._count, " ".join(str(node) for node in alone.after.graph.nodes))
+        if not self._has_told and time.monotonic() - self._begun > _SILENT_SECONDS:
+            self._has_told = True
+            _log.warning("operators of the training step are being fused: trying that out takes up to a minute, once")
+        return self._judge(alone)
 
 
 class _JudgedRegions:

@@ -120,3 +120,16 @@ def test_whole_models_train_as_they_do_eagerly(name: str, amp: bool, monkeypatch
             assert plan.is_fused
     tolerance = 0.05 if amp else 1e-3
     torch.testing.assert_close(losses[0], losses[1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("patience", [0.0, 1000.0])
+def test_the_user_is_told_once_what_takes_so_long(
+    patience: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fusing, "_SILENT_SECONDS", patience)
+    with caplog.at_level("INFO", "kitsune"):
+        train(replays=STEPS - EAGER)
+    warnings = [record for record in caplog.records if "being fused" in record.getMessage()]
+    assert [record.levelname for record in warnings] == (["WARNING"] if patience == 0 else [])
+    assert [record.levelname for record in caplog.records if "fusion, part 1:" in record.getMessage()] == ["INFO"]
