@@ -100,11 +100,14 @@ def examples(given: fx.GraphModule, device: torch.device) -> Sequence[torch.Tens
 
 def _example(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     device = generator.device
-    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+    size = [1 if stride == 0 else size for size, stride in zip(value.size(), value.stride(), strict=True)]
+    made = torch.empty_strided(size, value.stride(), dtype=value.dtype, device=device)
     if not value.dtype.is_floating_point:
-        return made.zero_()
-    draw = torch.rand if value.dim() < 2 else torch.randn
-    return made.copy_(draw(value.size(), generator=generator, device=device))
+        made.zero_()
+    else:
+        draw = torch.rand if value.dim() < 2 else torch.randn
+        made.copy_(draw(size, generator=generator, device=device))
+    return made.expand(value.size())
 
 
 def agree(alone: Alone, device: torch.device) -> bool:

@@ -44,7 +44,7 @@ def readings(
     shared = [cast for cast in casts if cast not in going]
     viewed = tuple(view for view in views if view not in going)
     last = max(nodes)
-    given = tuple(cast for cast in shared if not _is_written(sources[cast], cast, last))
+    given = tuple(cast for cast in shared if not is_written(sources[cast], cast, last))
     cast_already = sources | {cast: cast for cast in shared}
     if given:
         left_to_it = cast_already | {cast: sources[cast] for cast in given}
@@ -81,7 +81,7 @@ def _with_unused(nodes: Sequence[fx.Node], candidates: Sequence[fx.Node]) -> tup
     return tuple(going)
 
 
-def _is_written(value: fx.Node, first: fx.Node, last: fx.Node) -> bool:
+def is_written(value: fx.Node, first: fx.Node, last: fx.Node) -> bool:
     """Whether an operator after `first`, up to `last`, writes to the memory of `value`."""
     memory = dataflow.storages(value)
     node = first

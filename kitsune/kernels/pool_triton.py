@@ -3,6 +3,10 @@
 A program computes a block of one image's results in the order in which they lie in memory. Shapes but the batch's are
 known to the compiler: the divisions that find channel, row and column become multiplications, and it sees which
 addresses are adjacent.
+
+`zero` is 0, which the compiler does not know: numbers to which it is added may be any of 32 bits. Otherwise LLVM
+computes with small coordinates as pairs of 16 bits, and there ptxas (12.8 and 12.9, for compute capability 9.0) errs:
+where only one half of `add.s16x2` of a register and a constant is used, it adds 0.
 """
 
 from __future__ import annotations
@@ -25,21 +29,28 @@ class Form(NamedTuple):
     num_warps: int
 
 
+_ZERO = 0  # as an argument, a multiple of 16 to the compiler: addresses stay aligned
+
 _FORMS = (Form(256, 4), Form(128, 1), Form(128, 4), Form(256, 2), Form(512, 4), Form(1024, 4), Form(1024, 8))
 
 
 @triton.jit
 def _place(
-    index: tl.tensor, channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr, channels_last: tl.constexpr
+    index: tl.tensor,
+    zero: tl.tensor,
+    channels: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    channels_last: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The channels, rows and columns of elements of one image, counted in the order of memory."""
     if channels_last:
         channel = index % channels
-        pixel = index // channels
+        pixel = index // channels + zero
     else:
         channel = index // (height * width)
-        pixel = index % (height * width)
-    return channel, pixel // width, pixel % width
+        pixel = index % (height * width) + zero
+    return channel, pixel // width + zero, pixel % width + zero
 
 
 @triton.jit
@@ -51,6 +62,7 @@ def _max_pool(
     x_stride_c: tl.tensor,
     x_stride_h: tl.tensor,
     x_stride_w: tl.tensor,
+    zero: tl.tensor,
     channels: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -70,9 +82,9 @@ def _max_pool(
     size: tl.constexpr = channels * pooled_height * pooled_width
     num_blocks: tl.constexpr = (size + block - 1) // block
     image = (tl.program_id(0) // num_blocks).to(tl.int64)
-    index = tl.program_id(0) % num_blocks * block + tl.arange(0, block)
+    index = tl.program_id(0) % num_blocks * block + tl.arange(0, block) + zero
     inside = index < size
-    channel, row, column = _place(index, channels, pooled_height, pooled_width, channels_last)
+    channel, row, column = _place(index, zero, channels, pooled_height, pooled_width, channels_last)
     top = row * stride_h - padding_h
     left = column * stride_w - padding_w
     x += image * x_stride_n
@@ -106,6 +118,7 @@ def _max_pool_backward(
     position_stride_c: tl.tensor,
     position_stride_h: tl.tensor,
     position_stride_w: tl.tensor,
+    zero: tl.tensor,
     channels: tl.constexpr,
     height: tl.constexpr,
     width: tl.constexpr,
@@ -125,20 +138,24 @@ def _max_pool_backward(
     rows: tl.constexpr = (kernel_h + stride_h - 1) // stride_h  # of windows over one element
     columns: tl.constexpr = (kernel_w + stride_w - 1) // stride_w
     image = (tl.program_id(0) // num_blocks).to(tl.int64)
-    index = tl.program_id(0) % num_blocks * block + tl.arange(0, block)
+    index = tl.program_id(0) % num_blocks * block + tl.arange(0, block) + zero
     inside = index < size
-    channel, row, column = _place(index, channels, height, width, channels_last)
+    channel, row, column = _place(index, zero, channels, height, width, channels_last)
     row += padding_h
     column += padding_w
     grad += image * grad_stride_n
     position += image * position_stride_n
+    last_row = row // stride_h  # of the windows over the element
+    last_column = column // stride_w
+    inner_row = row - last_row * stride_h + zero  # of the element in that window
+    inner_column = column - last_column * stride_w + zero
     total = tl.zeros([block], tl.float32)
     for a in tl.static_range(rows):
         for b in tl.static_range(columns):
-            window_row = row // stride_h - (rows - 1 - a)
-            window_column = column // stride_w - (columns - 1 - b)
-            i = row - window_row * stride_h
-            j = column - window_column * stride_w
+            window_row = last_row - (rows - 1 - a)
+            window_column = last_column - (columns - 1 - b)
+            i = inner_row + (rows - 1 - a) * stride_h
+            j = inner_column + (columns - 1 - b) * stride_w
             valid = inside & (window_row >= 0) & (window_row < pooled_height) & (i < kernel_h)
             valid &= (window_column >= 0) & (window_column < pooled_width) & (j < kernel_w)
             at = channel * position_stride_c + window_row * position_stride_h + window_column * position_stride_w
@@ -169,7 +186,7 @@ def launch(
 
     def run(form: Form) -> None:
         _max_pool[(_num_programs(y, form),)](
-            x, y, position, *x.stride(), *x.shape[1:], *y.shape[2:], *kernel, *stride, *padding,
+            x, y, position, *x.stride(), _ZERO, *x.shape[1:], *y.shape[2:], *kernel, *stride, *padding,
             relu=relu, no_gradient=NO_GRADIENT, channels_last=channels_last, block=form.block, num_warps=form.num_warps,
         )  # fmt: skip
 
@@ -196,7 +213,7 @@ def launch_backward(
 
     def run(form: Form) -> None:
         _max_pool_backward[(_num_programs(result, form),)](
-            grad, position, result, *grad.stride(), *position.stride(), *result.shape[1:], *grad.shape[2:],
+            grad, position, result, *grad.stride(), *position.stride(), _ZERO, *result.shape[1:], *grad.shape[2:],
             *kernel, *stride, *padding, channels_last=channels_last, block=form.block, num_warps=form.num_warps,
         )  # fmt: skip
 

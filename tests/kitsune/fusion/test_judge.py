@@ -117,11 +117,12 @@ def test_what_fails_is_refused_with_its_reason(cache: CostCache) -> None:
 
 
 def test_examples_are_valid_and_repeat() -> None:
-    inputs = torch.zeros(3, 2).t(), torch.zeros(3), torch.zeros(5, dtype=torch.int64), torch.zeros((), dtype=torch.half)
+    numbers = torch.zeros(5, dtype=torch.int64)
+    inputs = torch.zeros(3, 2).t(), torch.zeros(3), numbers, torch.zeros((), dtype=torch.half), X[:1].expand(7, 4)
     given = graph(lambda *tensors: list(tensors), *inputs)
     made = examples(given, CPU)
     for one, wanted in zip(made, inputs, strict=True):
-        assert (one.dtype, one.stride()) == (wanted.dtype, wanted.stride())
+        assert (one.dtype, one.size(), one.stride()) == (wanted.dtype, wanted.size(), wanted.stride())
     assert (made[1] > 0).all()
     assert not made[2].any()
     assert all(map(torch.equal, made, examples(given, CPU)))

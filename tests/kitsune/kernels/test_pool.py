@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 from kitsune.kernels import pool
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
+from tests.kitsune.kernels.offline import OfflineKernel, ptx
 
 # What the interpreter computes in numpy may warn of what is meant to be so.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -137,6 +140,23 @@ def test_every_form(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     for form in pools.module._FORMS:
         monkeypatch.setattr(pools.module, "_FORMS", (form,))
         check(pools, images((2, 7, 14, 13), pools.device, channels_last=True), WINDOWS[1], True, True)
+
+
+def test_does_not_compute_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In these cases LLVM would, and what ptxas makes of it is wrong."""
+    module = compiled()
+    kernels = [OfflineKernel(module.__name__, kernel) for kernel in (module._max_pool, module._max_pool_backward)]
+    monkeypatch.setattr(module, "_max_pool", kernels[0])
+    monkeypatch.setattr(module, "_max_pool_backward", kernels[1])
+    forward, backward = interpreted_operators(module)[1:3]
+    x = torch.empty(2, 7, 14, 13)
+    for form, windows, channels_last in product(module._FORMS[::6], WINDOWS[1::2], (False, True)):
+        monkeypatch.setattr(module, "_FORMS", (form,))
+        y, position = forward(x, *windows, relu=True, channels_last=channels_last)
+        backward(y, position, x.shape[2:], *windows, channels_last=channels_last)
+    launches = [launch for kernel in kernels for launch in kernel.launches]
+    assert len(launches) == 16
+    assert not [launch for launch, text in zip(launches, ptx(launches), strict=True) if re.search(r"\.[su]16x2", text)]
 
 
 @pytest.mark.gpu
