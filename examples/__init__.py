@@ -1,0 +1,1 @@
+"""Training scripts that use Kitsune. Each runs from the checkout: `python -m examples.mnist --help`."""

@@ -1,0 +1,78 @@
+"""Batches for the examples: the real images where they are or can be fetched, else synthetic ones to learn."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import models
+from models.datasets import DatasetError
+
+Batch = tuple[Tensor, Tensor]
+
+_SYNTHETIC_BATCHES = {True: 200, False: 20}
+_HELD_OUT = 1_000_000  # the numbers of batches that are not trained on begin here
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what is trained on, and for how long."""
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data set (default: %(default)s)")
+    parser.add_argument("--download", action="store_true", help="fetch the data set if it is not there")
+    parser.add_argument("--synthetic", action="store_true", help="train on synthetic images of the same shape instead")
+    parser.add_argument("--epochs", type=int, default=5, metavar="N")
+    parser.add_argument("--batch-size", type=int, default=128, metavar="N")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N batches of each epoch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plain", action="store_true", help="plain PyTorch, to compare with")
+
+
+def batches(
+    workload: models.Workload, dataset: Callable[..., Any], parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> tuple[Batches, Batches]:
+    """Those to train on and those to test with. Ends the program where the data set cannot be had."""
+    try:
+        return Batches(workload, dataset, options, train=True), Batches(workload, dataset, options, train=False)
+    except DatasetError as error:
+        parser.error(f"{error}. Give --download to fetch it, --data if it lies elsewhere, or --synthetic.")
+
+
+class Batches:
+    """The batches of an epoch, as often as they are iterated.
+
+    Args:
+        workload: gives synthetic ones.
+        dataset: loads the real ones: called with the folder, and `train` and `download`.
+        options: as parsed with `add_options`.
+        train: batches to train on; else those to test with.
+    """
+
+    def __init__(
+        self, workload: models.Workload, dataset: Callable[..., Any], options: argparse.Namespace, *, train: bool
+    ) -> None:
+        self._workload, self._options, self._train = workload, options, train
+        self._loader: DataLoader[Any] | None = None
+        if not options.synthetic:
+            images = dataset(options.data, train=train, download=options.download)
+            self._loader = DataLoader(
+                images, options.batch_size, shuffle=train, drop_last=train, num_workers=2, persistent_workers=True
+            )
+
+    def __len__(self) -> int:
+        length = _SYNTHETIC_BATCHES[self._train] if self._loader is None else len(self._loader)
+        limit = self._options.limit
+        return length if limit is None else min(length, limit)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._synthetic() if self._loader is None else iter(self._loader)
+        return islice(batches, len(self))
+
+    def _synthetic(self) -> Iterator[Batch]:
+        first = 0 if self._train else _HELD_OUT
+        for index in range(len(self)):
+            yield self._workload.batch(self._options.batch_size, index=first + index)
