@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     workload = models.build("resnet18", seed=options.seed)
     train, test = batches(workload, datasets.cifar10, parser, options)
-    model = workload.module.to(device).to(memory_format=torch.channels_last)
+    model = workload.module.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
