@@ -199,8 +199,17 @@ def splice(graph: fx.Graph, match: Match) -> None:
             if name in node.meta:
                 stand_in.meta.setdefault(name, node.meta[name])
         node.replace_all_uses_with(stand_in)
+        _refresh_views(stand_in)
     for node in reversed(match.nodes):
         graph.erase_node(node)
+
+
+def _refresh_views(node: fx.Node) -> None:
+    """Makes the values of views of `node` share its value's memory: who asks what overlaps looks there."""
+    for user in node.users:
+        if isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
+            user.meta["val"] = value(mode_of(node.graph), user.target, user.args, dict(user.kwargs))
+            _refresh_views(user)
 
 
 def _refuse_other(node: fx.Node, stand_in: fx.Node) -> None:

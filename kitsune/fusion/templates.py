@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from kitsune.fusion import batch_norm, casts, head, linear, pool, small_conv, update
+from kitsune.fusion import (
+    batch_norm,
+    casts,
+    head,
+    linear,
+    norms,
+    padding,
+    pool,
+    rms_norm,
+    small_conv,
+    update,
+    vocabulary,
+)
 from kitsune.fusion.engine import Template
 
 TEMPLATES: tuple[Template, ...] = (
@@ -12,7 +24,16 @@ TEMPLATES: tuple[Template, ...] = (
     pool.forward,  # it takes over what the backward has computed anew
     small_conv.forward,
     small_conv.backward,
+    padding.forward,  # of what no kernel of ours takes
+    padding.weight_gradient,
     head.forward_and_backward,  # it takes the last linear layer with it
+    vocabulary.cross_entropy,
+    vocabulary.embedding,
+    vocabulary.embedding_backward,
+    norms.backward,
+    rms_norm.backward,
+    norms.forward,
+    rms_norm.forward,
     linear.forward,
     linear.backward,  # it takes over casts of weights that the forward needs no more
     update.linear,

@@ -1,4 +1,4 @@
-"""Fuses the operators of a captured step: templates first, then regions of what they have left."""
+"""Rewrites a captured step: layouts, then templates, then regions of what they have left."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kitsune.fusion.match import Alone
 from kitsune.fusion.templates import TEMPLATES
 from kitsune.graph import dataflow
 from kitsune.passes import pipeline
+from kitsune.passes.channels_last import channels_last
 from kitsune.passes.regions import Fused, fuse_regions
 from kitsune.plan import Fusion
 from kitsune.timing import CostCache
@@ -24,23 +25,36 @@ _log = logging.getLogger("kitsune")
 
 _SILENT_SECONDS = 3.0
 
+_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 
-def fused(module: fx.GraphModule, device: torch.device) -> tuple[fx.GraphModule, tuple[Fusion, ...]]:
-    """`module` with its operators fused where that is measured to be faster on `device`; `module` itself if nowhere.
 
-    The second result tells what was tried.
+Rewritten = tuple[fx.GraphModule, tuple[Fusion, ...]]
+"""A graph, and what was tried to make it."""
+
+
+def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, ...]:
+    """What computes the same as `module` and may be faster on `device`: its operators fused, and with other layouts.
+
+    Nothing where there is nothing to fuse and only one layout.
     """
+    cleared = pipeline.run(module, pipeline.CLEARING)
+    other = channels_last(cleared)
+    found = [_fused(cleared, device, ())]
+    if other is not cleared:
+        convolutions = tuple(node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS)
+        found.append(_fused(other, device, (Fusion("channels last", convolutions, None, None, None),)))
+    return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
+
+
+def _fused(cleared: fx.GraphModule, device: torch.device, before: tuple[Fusion, ...]) -> Rewritten:
+    """With operators fused where that is measured to be faster."""
     cache = CostCache.of(device)
     judge = _Telling(Measured(device, cache))
-    cleared = pipeline.run(module, pipeline.CLEARING)
     result, fusions = FusionEngine(TEMPLATES, judge).fuse(cleared)
     judged = _JudgedRegions(judge)
     regions = fuse_regions(result, judge=judged)
-    fusions += judged.fusions(regions)
     cache.save()
-    if all(fusion.refusal is not None for fusion in fusions):
-        return module, fusions
-    return pipeline.run(regions.module, pipeline.FINISHING), fusions
+    return pipeline.run(regions.module, pipeline.FINISHING), (*before, *fusions, *judged.fusions(regions))
 
 
 class _Telling:

@@ -11,7 +11,7 @@ from torch import fx
 
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only_placed, places, writers
-from kitsune.loop.fusing import fused
+from kitsune.loop.fusing import rewritten
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.passes import pipeline
@@ -68,19 +68,23 @@ def others(
 ) -> tuple[Planned, ...]:
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
-    With `fuse` there is one in order with the operators fused, if any are; the `challengers` are of that graph then.
+    With `fuse` there are those of `module` rewritten, in order; the `challengers` are of the most promising one then.
     """
-    fusions: tuple[Fusion, ...] = ()
-    found: list[Planned] = []
-    if fuse:
-        module, fusions = fused(module, inputs[0].device)
-        if any(fusion.refusal is None for fusion in fusions):
-            found.append(in_order(module, inputs[0].device, inputs))
-    if num_streams > 1:
-        found += challengers(module, inputs, num_streams)
-    return tuple(
-        dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, fusions=fusions)) for planned in found
-    )
+    device = inputs[0].device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found: list[Planned] = []
+        for graph, fusions in rewritten(module, device) if fuse else ():
+            found.append(_with_fusions(in_order(graph, device, inputs), fusions))
+        found.sort(key=lambda planned: planned.plan.predicted_us)
+        if num_streams > 1:
+            fusions = found[0].plan.fusions if found else ()
+            graph = found[0].module if found else module
+            found += [_with_fusions(planned, fusions) for planned in challengers(graph, inputs, num_streams)]
+        return tuple(found)
+
+
+def _with_fusions(planned: Planned, fusions: tuple[Fusion, ...]) -> Planned:
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, fusions=fusions))
 
 
 def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int) -> tuple[Planned, ...]:

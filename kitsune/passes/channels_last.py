@@ -23,7 +23,8 @@ aten = torch.ops.aten
 _CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
 """How many images and filters they take first; the filters are the last of them."""
 
-# Beside point-wise operators: they have kernels for this layout, and results in the layout of their operands.
+# Beside those that are tagged as point-wise: they have kernels for this layout, and results in that of their operands
+# or, if they only take sizes from them, in none.
 _FOLLOWING = {
     aten.native_batch_norm.default,
     aten.native_batch_norm_backward.default,
@@ -51,11 +52,24 @@ _FOLLOWING = {
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
-    aten.hardtanh_backward.default,
-    aten.hardswish_backward.default,
-    aten.hardsigmoid_backward.default,
-    aten.leaky_relu_backward.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
     aten.elu_backward.default,
+    aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.masked_fill.Tensor,
+    aten.mish_.default,
+    aten.mish_backward.default,
+    aten.silu_.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
     aten._prelu_kernel.default,
     aten._prelu_kernel_backward.default,
     aten._amp_foreach_non_finite_check_and_unscale_.default,
@@ -68,6 +82,9 @@ _CONTIGUOUS = (0, 1, 2, 3)
 
 Operands = Mapping[fx.Node, fx.Node]
 """What stands for each argument of a node in the new graph."""
+
+Form = torch.memory_format | tuple[int, ...]
+"""Of a copy the format, of a view the strides."""
 
 
 class _NotPossibleError(Exception):
@@ -102,7 +119,7 @@ class _Conversion:
         self._made: dict[fx.Node, fx.Node] = {}
         self._written_before = {storage for node in before.nodes for storage in _written(node)}
         self._written: set[int] = set()
-        self._copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
+        self._copies: dict[tuple[fx.Node, Form], fx.Node] = {}
         self._origin: dict[str, Any] = {}
         for node in before.nodes:
             self._origin = {name: node.meta[name] for name in _ORIGIN if name in node.meta}
@@ -129,17 +146,14 @@ class _Conversion:
             operands, found = self._with_value(node, self._alike(node))
             if _is_plain_or_last(found, node):
                 return operands, found
-        read = self._exactly if any(dataflow.written(node)) and not _follows(node) else self._plainly
+        read = self._as_before if any(dataflow.written(node)) and not _follows(node) else self._plainly
         return self._with_value(node, {one: read(one) for one in node.all_input_nodes})
 
     def _call(self, node: fx.Node, operands: Operands, found: Any) -> None:
-        written = list(dataflow.written(node))
-        for one, other in operands.items():
-            if other is self._made[one]:
-                continue
-            is_same_memory = one in written or dataflow.storages(one) & dataflow.storages(node)
-            if is_same_memory and dataflow.storages(one) & self._written_before:
-                raise _NotPossibleError
+        shared = (_written(node) | dataflow.storages(node)) & self._written_before
+        copied = [one for one, other in operands.items() if other is not self._made[one]]
+        if any(shared & dataflow.storages(one) for one in copied):
+            raise _NotPossibleError
         made = self._made[node] = self.graph.node_copy(node, operands.__getitem__)
         if found is not None or node.target is operator.getitem:
             made.meta["val"] = found
@@ -160,15 +174,13 @@ class _Conversion:
 
     def _for_convolution(self, node: fx.Node) -> Operands:
         """Images and filters in the format. Images of one channel are in any: then the filters decide."""
-        *images, filters = node.args[: _CONVOLUTIONS[node.target]]  # type: ignore[index]
-        assert isinstance(filters, fx.Node)
-        operands = self._as_is(node)
-        operands |= {one: self._last(one) for one in (*images, filters) if isinstance(one, fx.Node)}
-        if operands[images[-1]].meta["val"].size(1) == 1:
+        given = node.args[: _CONVOLUTIONS[node.target]]  # type: ignore[index]
+        *grads, image, filters = [one for one in given if isinstance(one, fx.Node)]
+        operands = self._as_is(node) | {one: self._last(one) for one in (*grads, image, filters)}
+        if image.meta["val"].size(1) == 1:
             _, channels, height, width = filters.meta["val"].size()
-            operands[filters] = self._strided(
-                operands[filters], (channels * height * width, 1, channels * width, channels)
-            )
+            strides = channels * height * width, 1, channels * width, channels
+            operands[filters] = self._strided(operands[filters], strides)
         return operands
 
     def _seen(self, node: fx.Node) -> tuple[Operands, Any]:
@@ -177,7 +189,7 @@ class _Conversion:
             return self._with_value(node, self._unchanged(node))
         try:
             return self._with_value(node, self._as_is(node))
-        except RuntimeError:  # there are no strides for this view
+        except (RuntimeError, ValueError):  # there are no strides for this view
             return self._with_value(node, {one: self._plainly(one) for one in node.all_input_nodes})
 
     def _unchanged(self, node: fx.Node) -> Operands:
@@ -209,39 +221,54 @@ class _Conversion:
             return made
         return self._copied(made, _format(before) or torch.contiguous_format)
 
-    def _exactly(self, node: fx.Node) -> fx.Node:
-        """In the strides that it had."""
+    def _as_before(self, node: fx.Node) -> fx.Node:
+        """In the layout that it had."""
         made, before = self._made[node], node.meta["val"]
-        if not isinstance(before, torch.Tensor):
+        if not isinstance(before, torch.Tensor) or _same_layout(made.meta["val"], before):
             return made
-        if not _same_layout(made.meta["val"], before):
-            memory_format = _format(before)
-            if memory_format is None:
-                raise _NotPossibleError
-            made = self._copied(made, memory_format)
-        return self._strided(made, before.stride())
+        memory_format = _format(before)
+        if memory_format is None:
+            raise _NotPossibleError
+        return self._copied(made, memory_format)
+
+    def _exactly(self, node: fx.Node) -> fx.Node:
+        """In the strides that it had, also where they do not matter."""
+        made, before = self._as_before(node), node.meta["val"]
+        return self._strided(made, before.stride()) if isinstance(before, torch.Tensor) else made
 
     def _strided(self, made: fx.Node, strides: tuple[int, ...]) -> fx.Node:
         """The same memory in strides that differ where a dimension has one element."""
         seen = made.meta["val"]
         if seen.stride() == strides:
             return made
-        return self._new(aten.as_strided.default, (made, list(seen.size()), list(strides)), {})
+        key = made, strides
+        if key not in self._copies:
+            self._copies[key] = self._new(aten.as_strided.default, (made, list(seen.size()), list(strides)), {})
+        return self._copies[key]
 
     def _copied(self, made: fx.Node, memory_format: torch.memory_format) -> fx.Node:
-        """A copy in the format, one for all that read it; of a cast, the cast itself writes the format."""
+        """A copy in the format, one for all that read it."""
         key = made, memory_format
-        if key in self._copies:
-            return self._copies[key]
+        if key not in self._copies:
+            is_cast = made.target is aten._to_copy.default and "memory_format" not in made.kwargs
+            if is_cast and not dataflow.storages(made) & self._written:
+                self._copies[key] = self._cast(made, memory_format)
+            else:
+                self._copies[key] = self._new(aten.clone.default, (made,), {"memory_format": memory_format})
+        return self._copies[key]
+
+    def _cast(self, cast: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+        """Another such cast, beside it, that writes the format; a copy is made before it where that is of fewer bytes.
+
+        Then the cast may still become part of what reads it.
+        """
+        (source,) = cast.all_input_nodes
         form = {"memory_format": memory_format}
-        is_cast = made.target is aten._to_copy.default and "memory_format" not in made.kwargs
-        if is_cast and not dataflow.storages(made) & self._written:
-            with self.graph.inserting_after(made):
-                copy = self._new(aten._to_copy.default, made.args, {**made.kwargs, **form})
-        else:
-            copy = self._new(aten.clone.default, (made,), form)
-        self._copies[key] = copy
-        return copy
+        with self.graph.inserting_before(cast.next):
+            if source.meta["val"].itemsize >= cast.meta["val"].itemsize:
+                return self._new(cast.target, cast.args, {**cast.kwargs, **form})
+            copy = self._new(aten.clone.default, (source,), form)
+            return self._new(cast.target, (copy, *cast.args[1:]), dict(cast.kwargs))
 
     def _new(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)

@@ -76,7 +76,7 @@ def test_the_fused_step_is_one_of_those_tried(place: int, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("options", [{"enable_fusion": False}, {"max_memory": "1GB"}, {"mode": "replay"}])
 def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "fused", lambda *_: pytest.fail("fused"))
+    monkeypatch.setattr(planning, "rewritten", lambda *_: pytest.fail("rewritten"))
     training = train(replays=STEPS - (1 if options.get("mode") == "replay" else 5), rtol=0, atol=0, **options)
     (schedule,) = training.status().schedules
     assert not schedule.fused

@@ -13,6 +13,7 @@ from kitsune.fusion.engine import FusionEngine
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone, Builder, Match, alone, refuse
 from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result, taken_from
+from kitsune.graph import dataflow
 from kitsune.passes import pipeline
 from tests.kitsune.fusion.running import always, run
 
@@ -143,6 +144,14 @@ def test_the_replacement_goes_where_its_results_are_needed() -> None:
         aten.sin.default, aten.exp.default, aten.cos.default,
     ]  # fmt: skip
     assert all(map(torch.equal, run(new, [X, X]), run(module, [X, X])))
+
+
+def test_views_of_what_was_replaced_share_its_memory() -> None:
+    module = traced(lambda x: [x.sin().exp().t().t().t().cos()], X)
+    new, _ = engine().fuse(module)
+    (exp2,) = new.graph.find_nodes(op="call_function", target=aten.exp2.default)
+    (cos,) = new.graph.find_nodes(op="call_function", target=aten.cos.default)
+    assert dataflow.storages(exp2) == dataflow.storages(arguments(cos)[0])
 
 
 def late_input(x: Tensor) -> list[Tensor]:
