@@ -169,6 +169,7 @@ def test_nothing_changes_unless_it_is_faster() -> None:
     assert [fusion.template for fusion in fusions] == ["casts of many inputs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_resnet18_under_autocast(device: str) -> None:
     workload = models.build("resnet18", seed=0)

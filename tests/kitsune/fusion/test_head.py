@@ -273,6 +273,7 @@ def test_steps_with_layers_before(name: str, dtype: torch.dtype) -> None:
     assert_close_to_the_original(new, step, dtype)
 
 
+@pytest.mark.slow
 def test_resnet18() -> None:
     step = model_step("resnet18", torch.bfloat16)
     new, _ = fuse(step.module, TEMPLATES)

@@ -166,6 +166,7 @@ def test_a_backward_alone_pads_for_itself() -> None:
     assert_alike(run(new, given), run(module, given), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_resnet18(dtype: torch.dtype) -> None:
     workload = models.build("resnet18", seed=0)

@@ -118,6 +118,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "dropout": with_dropout,
 }
 MODELS = ("lenet", "resnet18")
+LARGEST = pytest.param("resnet18", marks=pytest.mark.slow)
 
 # Where channels end: at the logits of pixels and their gradient; at linear layers; at the gradient of a mean.
 BETWEEN = {
@@ -183,7 +184,7 @@ def test_copies_remain_at_the_borders_only(name: str, half: bool) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", [*MODELS, *NETS])
+@pytest.mark.parametrize("name", ["lenet", LARGEST, *NETS])
 def test_values_are_laid_out_as_the_graph_says(name: str, device: str) -> None:
     traced = step(name, device=device)
     assert_laid_out(converted(traced.module), traced.fresh_inputs())
@@ -214,7 +215,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", [*MODELS, *NETS])
+@pytest.mark.parametrize("name", ["lenet", LARGEST, *NETS])
 def test_results_are_as_exact(name: str, half: bool, device: str) -> None:
     """Against float32 for autocast, else against float64."""
     traced, single = step(name, half=half, device=device), step(name, device=device)

@@ -115,6 +115,7 @@ def test_what_is_fused_in_an_mlp() -> None:
     assert {region.name for region in fused.regions} <= set(names(fused.module))
 
 
+@pytest.mark.slow
 def test_residual_connections_are_added_and_activated_at_once() -> None:
     step = model_step("resnet18")
     fused = fuse_regions(cleared(step.module), OPERATORS)
