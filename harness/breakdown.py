@@ -16,6 +16,7 @@ class Stage(Enum):
     EAGER = "eager"
     CAPTURED = "forward and backward captured"
     WHOLE = "optimizer in the step"
+    FUSION = "operators fused"
     STREAMS = "streams"
 
 
@@ -75,20 +76,31 @@ def _breakdown(measured: Measurement, case: Case, precision: str) -> Breakdown:
 def _plan(measured: Measurement, case: Case, precision: str) -> list[tuple[Stage, str, str | None]]:
     """For each stage the variant that shows it, and why it cannot be shown; None where it can.
 
-    Streams are told apart from the whole step only where one stream was measured beside the default.
+    Of the forms of the whole step, the first that was measured shows that stage; what it has already is no stage of
+    its own then.
     """
-    chosen, one_stream = f"kitsune_trainstep_{precision}", f"kitsune_trainstep_one_stream_{precision}"
-    is_apart = one_stream in measured.variants(case)
-    variants = {
-        Stage.EAGER: f"eager_{precision}",
-        Stage.CAPTURED: f"kitsune_dropin_{precision}",
-        Stage.WHOLE: one_stream if is_apart else chosen,
+    whole = {
+        Stage.WHOLE: f"kitsune_trainstep_unfused_{precision}",
+        Stage.FUSION: f"kitsune_trainstep_one_stream_{precision}",
+        Stage.STREAMS: f"kitsune_trainstep_{precision}",
     }
-    plan = [(stage, variant, _missing(measured, case, variant)) for stage, variant in variants.items()]
-    missing = _missing(measured, case, chosen)
-    if not is_apart:
-        missing = f"there is no time on one stream to compare with ({_missing(measured, case, one_stream)})"
-    return [*plan, (Stage.STREAMS, chosen, missing)]
+    first = next((stage for stage, variant in whole.items() if variant in measured.variants(case)), Stage.STREAMS)
+    plan = [
+        (stage, variant, _missing(measured, case, variant))
+        for stage, variant in (
+            (Stage.EAGER, f"eager_{precision}"),
+            (Stage.CAPTURED, f"kitsune_dropin_{precision}"),
+            (Stage.WHOLE, whole[first]),
+        )
+    ]
+    without = Stage.WHOLE
+    for stage in (Stage.FUSION, Stage.STREAMS):
+        missing = _missing(measured, case, whole[stage])
+        if list(whole).index(stage) <= list(whole).index(first):
+            missing = f"there is no time without it to compare with ({_missing(measured, case, whole[without])})"
+        plan.append((stage, whole[stage], missing))
+        without = stage
+    return plan
 
 
 def _seconds(measured: Measurement, case: Case, variant: str) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.breakdown import breakdowns
-from harness.names import is_kitsune, order, precision_of, reference_of
+from harness.fusions import step_fusions
+from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
@@ -78,6 +79,7 @@ def compare(
         breakdowns=stages,
         timelines=timelines,
         stream_gains=stream_gains(stages, timelines, margin),
+        fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
         notes=_notes(older, newer, changes),
         damage=history.damage,
     )
@@ -103,7 +105,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     precision = precision_of(variant)
     reference = _reference(variant, seconds)
     ratio = _ratio(measured, case, variant, reference)
-    peer = _best_peer(measured, case, variant, seconds) if is_kitsune(variant) else None
+    peer = _best_peer(measured, case, variant, seconds) if is_product(variant) else None
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
     judged = None if ratio is None else verdict(ratio, margin)
@@ -186,7 +188,7 @@ def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | 
 def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Change, ...]:
     changes = []
     for case in newer.rounds:
-        for variant in sorted(filter(is_kitsune, newer.variants(case)), key=order):
+        for variant in sorted(filter(is_product, newer.variants(case)), key=order):
             reference = reference_of(variant)
             head, base = newer.pairs(case, variant, reference), older.pairs(case, variant, reference)
             if head and base:
@@ -207,12 +209,12 @@ def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Cha
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
-    """Kitsune's variants timed at base that could not be at head; what head's profile left out is not among them."""
+    """Kitsune's forms timed at base that could not be at head; what head's profile left out is not among them."""
     return tuple(
         Lost(case, skip)
         for case in older.rounds
         for variant in older.variants(case)
-        if is_kitsune(variant)
+        if is_product(variant)
         and (skip := newer.skips.get((case, variant))) is not None
         and skip.status != "left out"
         and variant not in newer.variants(case)
@@ -220,10 +222,10 @@ def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
 
 
 def _summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
-    """Means over the cases that all of Kitsune's variants on a device share: others would not compare."""
+    """Means over the cases that all of Kitsune's forms on a device share: others would not compare."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.is_kitsune and row.ratio is not None:
+        if row.is_product and row.ratio is not None:
             groups.setdefault((row.case.device, row.variant), []).append(row)
     summaries = []
     for (device, variant), timed in groups.items():
@@ -272,7 +274,7 @@ def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, .
     for commit in history.commits:
         measured = measurement_of(history, commit)
         for case in measured.rounds:
-            for variant in filter(is_kitsune, measured.variants(case)):
+            for variant in filter(is_product, measured.variants(case)):
                 ratio = _ratio(measured, case, variant, reference_of(variant))
                 if ratio is not None:
                     point = Point(commits[commit], ratio, _seconds(measured, case, variant))
@@ -288,7 +290,7 @@ def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
     return tuple(
         LossCurve(case, variant, profile.precision, profile.losses)
         for (case, variant), profile in profiles
-        if profile.losses
+        if profile.losses and not is_diagnostic(variant)
     )
 
 

@@ -13,6 +13,16 @@ def is_kitsune(variant: str) -> bool:
     return family_of(variant) == "kitsune"
 
 
+def is_diagnostic(variant: str) -> bool:
+    """Whether it is Kitsune with something switched off, to tell what that contributes."""
+    return variant in VARIANTS and VARIANTS[variant].is_diagnostic
+
+
+def is_product(variant: str) -> bool:
+    """Whether it is Kitsune as users run it: what is judged, against its peers and from commit to commit."""
+    return is_kitsune(variant) and not is_diagnostic(variant)
+
+
 def family_of(variant: str) -> str:
     """The first part of the name: "eager", "compile", "handcaptured", "kitsune", or that of one's own variant."""
     return variant.partition("_")[0]

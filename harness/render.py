@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness import formats
+from harness.fusions import StepFusions, UnreadableFusions
 from harness.names import label
 from harness.rows import Change, Comparison, Lost, Row
 from harness.stats import Estimate, Verdict
@@ -56,8 +57,9 @@ def markdown(comparison: Comparison) -> str:
 def json_document(comparison: Comparison) -> str:
     """The comparison for programs.
 
-    Times are seconds per step, memory is bytes. ``ratio`` objects are time over the reference's time, with null for
-    bounds that cannot be claimed. ``break_even_steps`` is a number, "never", or null where unknown.
+    Times are seconds per step, those of fused parts microseconds (``_us``); memory is bytes. ``ratio`` objects are time
+    over the reference's time, with null for bounds that cannot be claimed. ``break_even_steps`` is a number, "never",
+    or null where unknown.
     """
     document = {
         "schema": JSON_SCHEMA,
@@ -81,6 +83,7 @@ def json_document(comparison: Comparison) -> str:
             }
             for group in comparison.skips
         ],
+        "fusions": [_fusion_fields(entry) for entry in comparison.fusions],
         "notes": comparison.notes,
         "damage": [{"path": str(d.path), "line": d.line, "problem": d.problem} for d in comparison.damage],
     }
@@ -95,7 +98,7 @@ def verdict_line(comparison: Comparison) -> str:
         unclear = comparison.since_base[Verdict.INCONCLUSIVE]
         told = f" found in {judged}" + (f", {unclear} of them inconclusive" if unclear else "")
         return f"{found}{told} ({comparison.base.short} → {comparison.head.short})"
-    if not any(row.is_kitsune for row in comparison.rows):
+    if not any(row.is_product for row in comparison.rows):
         return f"No variant of Kitsune was measured ({comparison.head.short})"
     tally = comparison.against_eager
     rows = formats.counted(sum(tally.values()), "row")
@@ -211,6 +214,24 @@ def _lost_fields(lost: Lost) -> dict[str, object]:
         "variant": lost.skip.variant,
         "status": lost.skip.status,
         "reason": lost.skip.reason,
+    }
+
+
+def _fusion_fields(entry: StepFusions | UnreadableFusions) -> dict[str, object]:
+    """``gain`` is the unfused step's time over the fused one's; all three are null where they were not measured."""
+    if isinstance(entry, UnreadableFusions):
+        return {**vars(entry), "case": vars(entry.case)}
+    measured = entry.fused.missing is None
+    return {
+        "case": vars(entry.case),
+        "precision": entry.precision,
+        "variants": entry.variants,
+        "replaced": [vars(parts) for parts in entry.replaced],
+        "left": [vars(parts) for parts in entry.left],
+        "won_us": entry.won_us,
+        "unfused_seconds": entry.unfused.seconds if measured else None,
+        "fused_seconds": entry.fused.seconds,
+        "gain": _estimate_fields(entry.fused.gain),
     }
 
 

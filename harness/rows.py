@@ -9,7 +9,8 @@ from datetime import datetime
 from enum import Enum
 
 from harness.breakdown import Breakdown
-from harness.names import is_kitsune
+from harness.fusions import StepFusions, UnreadableFusions
+from harness.names import is_diagnostic, is_kitsune, is_product
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage, Skip
@@ -47,12 +48,11 @@ class Commit:
 class Row:
     """One variant of one case at the newer commit.
 
-    ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (Kitsune's rows) over that of the
-    fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
+    ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (of Kitsune as users run it) over
+    that of the fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
     ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock. Set-up, memory and loss are None
-    without a profile.
-    ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is not clearly faster
-    or slower than eager.
+    without a profile. ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is
+    not clearly faster or slower than eager.
     """
 
     case: Case
@@ -81,10 +81,15 @@ class Row:
         """Whether Kitsune runs this variant."""
         return is_kitsune(self.variant)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether this is Kitsune as users run it: what is judged."""
+        return is_product(self.variant)
+
 
 @dataclass(frozen=True)
 class Change:
-    """A Kitsune variant between two commits.
+    """One of Kitsune's forms, as users run it, between two commits.
 
     ``base`` and ``head`` are its time as a multiple of eager's in the same precision, measured in the same process;
     ``ratio`` is head over base. Eager is the control: what slows the whole machine cancels.
@@ -102,7 +107,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Lost:
-    """A Kitsune variant that was measured at base and could not be measured at head."""
+    """One of Kitsune's forms that was measured at base and could not be measured at head."""
 
     case: Case
     skip: Skip
@@ -120,7 +125,7 @@ class SkipGroup:
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means of a Kitsune variant's speed-ups over the cases of a device, and how many cases each is over."""
+    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are."""
 
     variant: str
     precision: str
@@ -141,7 +146,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """A Kitsune variant over the measured commits, oldest first; commits without it are absent."""
+    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent."""
 
     case: Case
     variant: str
@@ -151,7 +156,7 @@ class Series:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """The losses of one variant of a case at head."""
+    """The losses at head of one of the variants of a case that charts hold against each other."""
 
     case: Case
     variant: str
@@ -179,18 +184,19 @@ class Comparison:
     breakdowns: tuple[Breakdown, ...]
     timelines: tuple[Timeline | NoTimeline, ...]
     stream_gains: tuple[StreamGain, ...]
+    fusions: tuple[StepFusions | UnreadableFusions, ...]
     notes: tuple[str, ...]
     damage: tuple[Damage, ...]
 
     @property
     def regressions(self) -> int:
-        """Kitsune variants that became slower by more than the margin, or can no longer be measured."""
+        """Forms of Kitsune, case by case, that became slower by more than the margin or can no longer be measured."""
         return len(self.lost) + sum(change.verdict is Verdict.SLOWER for change in self.changes)
 
     @property
     def against_eager(self) -> Tally:
-        """How many of Kitsune's rows are faster than eager, the same, …."""
-        return _tally(row.verdict for row in self.rows if row.is_kitsune)
+        """How many rows of Kitsune as users run it are faster than eager, the same, …."""
+        return _tally(row.verdict for row in self.rows if row.is_product)
 
     @property
     def against_peers(self) -> Tally:
@@ -199,7 +205,7 @@ class Comparison:
 
     @property
     def since_base(self) -> Tally:
-        """How many of Kitsune's variants changed since base in which direction, without those that were lost."""
+        """How many of Kitsune's forms changed since base in which direction, without those that were lost."""
         return _tally(change.verdict for change in self.changes)
 
     @property
@@ -210,6 +216,10 @@ class Comparison:
     def rows_of(self, case: Case) -> tuple[Row, ...]:
         """The variants of a case."""
         return tuple(row for row in self.rows if row.case == case)
+
+    def compared_rows_of(self, case: Case) -> tuple[Row, ...]:
+        """The variants of a case that charts hold against each other: the peers, and Kitsune as users run it."""
+        return tuple(row for row in self.rows_of(case) if not is_diagnostic(row.variant))
 
 
 def _tally(verdicts: Iterable[Verdict | None]) -> Tally:

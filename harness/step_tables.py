@@ -1,14 +1,15 @@
-"""The tables of what happens within a step: what each optimization and several streams contribute, and the plans."""
+"""The tables of what happens within a step: what each optimization contributes, what was fused, and the plans."""
 
 from __future__ import annotations
 
 from harness import formats
 from harness.breakdown import StageTime
+from harness.fusions import Parts, StepFusions
 from harness.names import label, precision_of
 from harness.rows import Comparison
 from harness.selection import Case
 from harness.stats import Estimate
-from harness.tables import Cell, Column, Table, Tone, verdict_cell
+from harness.tables import Cell, Column, Table, variant_tone, verdict_cell
 from harness.timelines import NoTimeline, Timeline
 
 _CASE_COLUMNS = (
@@ -41,6 +42,22 @@ def contribution_table(comparison: Comparison) -> Table:
         for breakdown in comparison.breakdowns
         for position, stage in enumerate(breakdown.stages)
     ]
+    return Table(columns, tuple(rows))
+
+
+def fused_table(fusions: StepFusions) -> Table:
+    """The replaced parts of a step, one row for each template."""
+    columns = (
+        *_parts_columns("how many parts were replaced by it"),
+        Column("won in all", "what replacing all of them saves, each by itself", numeric=True),
+    )
+    return Table(columns, tuple((*_parts_cells(parts), _microseconds(parts.won_us)) for parts in fusions.replaced))
+
+
+def unfused_table(fusions: StepFusions) -> Table:
+    """What was tried in vain, one row for each template and reason."""
+    columns = (*_parts_columns("how often it was tried"), Column("reason", "why these parts were left as they are"))
+    rows = ((*_parts_cells(parts), Cell(formats.one_line(parts.refusal or ""))) for parts in fusions.left)
     return Table(columns, tuple(rows))
 
 
@@ -88,7 +105,7 @@ def plan_table(comparison: Comparison) -> Table:
 def _plan_cells(entry: Timeline | NoTimeline) -> tuple[Cell, ...]:
     begin = (
         *_case_cells(entry.case, precision_of(entry.variant)),
-        Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
+        Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
     )
     if isinstance(entry, NoTimeline):
         return (*begin, Cell(f"no timeline: {formats.one_line(entry.reason)}"), *[Cell(formats.ABSENT)] * 5)
@@ -100,6 +117,24 @@ def _plan_cells(entry: Timeline | NoTimeline) -> tuple[Cell, ...]:
         Cell(f"{entry.off_main_share:.0%}", entry.off_main_share),
         _microseconds(entry.predicted_us),
         _microseconds(entry.measured_us),
+    )
+
+
+def _parts_columns(counted: str) -> tuple[Column, ...]:
+    return (
+        Column("template", "what is fused"),
+        Column("parts", counted, numeric=True),
+        Column("before", "device time of such a part by itself, the mean of those timed", numeric=True),
+        Column("after", "the same of its replacement", numeric=True),
+    )
+
+
+def _parts_cells(parts: Parts) -> tuple[Cell, ...]:
+    return (
+        Cell(formats.one_line(parts.template)),
+        Cell(f"{parts.num_parts:,}", parts.num_parts),
+        _microseconds(parts.before_us),
+        _microseconds(parts.after_us),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.breakdown import Breakdown, Stage
+from harness.breakdown import Breakdown
 from harness.selection import Case
 from harness.stats import Estimate, Verdict, verdict
 from harness.timelines import NoTimeline, Timeline
@@ -41,16 +41,17 @@ def stream_gains(
     plans = {(entry.case, entry.variant): entry for entry in timelines if isinstance(entry, Timeline)}
     found: dict[tuple[str, str], list[StreamGain]] = {}
     for breakdown in breakdowns:
-        times = {stage.stage: stage for stage in breakdown.stages}
-        one_stream, chosen = times[Stage.WHOLE], times[Stage.STREAMS]
-        if one_stream.seconds is None or chosen.seconds is None or chosen.gain is None:
+        *_, chosen = breakdown.stages
+        name = f"kitsune_trainstep_one_stream_{breakdown.precision}"
+        one_stream = next((stage.seconds for stage in breakdown.stages if stage.variant == name), None)
+        if one_stream is None or chosen.seconds is None or chosen.gain is None:
             continue
         plan = plans.get((breakdown.case, chosen.variant))
         gain = StreamGain(
             case=breakdown.case,
             precision=breakdown.precision,
             variant=chosen.variant,
-            one_stream_seconds=one_stream.seconds,
+            one_stream_seconds=one_stream,
             chosen_seconds=chosen.seconds,
             gain=chosen.gain,
             verdict=verdict(chosen.gain.inverted(), margin),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness import formats
-from harness.names import label
+from harness.names import is_diagnostic, is_kitsune, label
 from harness.rows import Comparison, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
@@ -121,7 +121,7 @@ def variant_table(comparison: Comparison) -> Table:
 
 
 def change_table(comparison: Comparison) -> Table:
-    """Every Kitsune variant between the two commits, regressions first."""
+    """Each of Kitsune's forms between the two commits, regressions first."""
     columns = (
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
@@ -192,7 +192,7 @@ def damage_table(comparison: Comparison) -> Table:
 
 
 def history_table(comparison: Comparison) -> Table:
-    """Every Kitsune variant at every measured commit."""
+    """Each of Kitsune's forms at every measured commit."""
     columns = (
         Column("commit", "oldest first"),
         *_CASE_COLUMNS,
@@ -249,6 +249,7 @@ def recipe_table(comparison: Comparison) -> Table:
         Column("optimizer", "which implementation of Adam"),
         Column("torch.compile", "the mode it is given"),
         Column("streams", "the most that Kitsune is allowed, where that is not its default", numeric=True),
+        Column("fusion", "whether Kitsune may fuse operators, where that is not its default"),
     )
     pairs = dict.fromkeys((row.variant, row.case.device) for row in comparison.rows)
     known = [(VARIANTS[variant], device) for variant, device in pairs if variant in VARIANTS]
@@ -260,6 +261,7 @@ def recipe_table(comparison: Comparison) -> Table:
             Cell("fused" if variant.fused else "default"),
             Cell(variant.compile_mode or formats.ABSENT),
             Cell(formats.ABSENT if variant.num_streams is None else str(variant.num_streams), variant.num_streams),
+            Cell(_SWITCH[variant.enable_fusion]),
         )
         for variant, device in known
     ]
@@ -272,19 +274,25 @@ def facts_table(comparison: Comparison) -> Table:
     return Table(columns, tuple((Cell(name), Cell(_fact(value))) for name, value in comparison.facts.items()))
 
 
+def variant_tone(variant: str) -> Tone:
+    """Kitsune stands out among its peers; with something switched off it stands back."""
+    if is_diagnostic(variant):
+        return Tone.FAINT
+    return Tone.STRONG if is_kitsune(variant) else Tone.PLAIN
+
+
 def verdict_cell(judged: Verdict | None) -> Cell:
     """A verdict in words and colour; empty where nothing was judged."""
     return Cell("") if judged is None else Cell(judged.value, tone=_VERDICT_TONES[judged])
 
 
 def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
-    tone = Tone.STRONG if row.is_kitsune else Tone.PLAIN
     mark = BEST_PEER_MARK if is_best_peer else ""
     memory = row.rss_bytes if row.allocated_bytes is None else row.allocated_bytes
     return (
         *_case_cells(row.case),
         Cell(row.precision),
-        Cell(row.variant + mark, tone=tone, words=label(row.variant) + mark, detail=_mode(row)),
+        Cell(row.variant + mark, tone=variant_tone(row.variant), words=label(row.variant) + mark, detail=_mode(row)),
         Cell(formats.seconds(row.seconds), row.seconds),
         _speedup_cell(row.ratio, row.verdict),
         verdict_cell(row.verdict),
@@ -298,6 +306,7 @@ def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
     )
 
 
+_SWITCH = {None: formats.ABSENT, True: "on", False: "off"}
 _PARITY_TONES = {None: Tone.PLAIN, Parity.AGREES: Tone.PLAIN, Parity.DIFFERS: Tone.BAD, Parity.DIVERGED: Tone.BAD}
 
 

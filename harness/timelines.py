@@ -1,7 +1,6 @@
 """What ran when within a step: read from the plan that Kitsune's status holds, for a chart of it.
 
-The plan is read from its JSON form and nothing else, since it may be an older commit's. A variant without one gets the
-reason instead.
+A variant without one gets the reason instead.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.operators import Kind, kind_of
+from harness.plan_fields import DamageError, as_list, as_object, as_text, as_us, part, plan_of
 from harness.selection import Case
 
 MOST_TASKS = 2000
 """A plan of more tasks is thinned out to its longest ones, so that the report stays small."""
 
-_FORMAT, _VERSION = "kitsune plan", 1
 _DECIMALS = 3  # nanoseconds
 
 
@@ -62,10 +61,6 @@ class NoTimeline:
     reason: str
 
 
-class _DamageError(ValueError):
-    """A part of a plan that is not as it should be. The message names it."""
-
-
 def timeline(case: Case, variant: str, status: Mapping[str, object] | None) -> Timeline | NoTimeline:
     """The timeline in a Kitsune variant's status, of which the key ``plan`` holds the plan as decoded JSON."""
     if status is None:
@@ -75,24 +70,22 @@ def timeline(case: Case, variant: str, status: Mapping[str, object] | None) -> T
         told = "its status holds no plan" if mode == "replay" else f"its status holds no plan: its mode was {mode!s}"
         return NoTimeline(case, variant, told)
     try:
-        found = _timeline(case, variant, _object(status["plan"], "the plan"))
-    except _DamageError as error:
+        plan, _ = plan_of(status)
+        found = _timeline(case, variant, plan)
+    except DamageError as error:
         return NoTimeline(case, variant, f"its plan cannot be read: {error}")
     if not found.predicted and not found.measured:
         return NoTimeline(case, variant, "its plan holds no times of tasks")
     return found
 
 
-def _timeline(case: Case, variant: str, document: Mapping[str, object]) -> Timeline:
-    if document.get("format") != _FORMAT or document.get("version") != _VERSION:
-        raise _DamageError(f"it is not of format {_FORMAT!r}, version {_VERSION}")
-    plan = _object(document.get("plan"), "plan")
-    tasks = [_task(entry, index) for index, entry in enumerate(_list(_part(plan, "graph").get("tasks"), "tasks"))]
-    schedule = _part(plan, "schedule")
-    streams = [_stream(entry, len(tasks)) for entry in _list(schedule.get("streams"), "streams", len(tasks))]
+def _timeline(case: Case, variant: str, plan: Mapping[str, object]) -> Timeline:
+    tasks = [_task(entry, index) for index, entry in enumerate(as_list(part(plan, "graph").get("tasks"), "tasks"))]
+    schedule = part(plan, "schedule")
+    streams = [_stream(entry, len(tasks)) for entry in as_list(schedule.get("streams"), "streams", len(tasks))]
     costs = [
-        _number(_object(entry, "a cost").get("us"), "a cost")
-        for entry in _list(_part(plan, "costs").get("tasks"), "costs", len(tasks))
+        as_us(as_object(entry, "a cost").get("us"), "a cost")
+        for entry in as_list(part(plan, "costs").get("tasks"), "costs", len(tasks))
     ]
     predicted = _spans(plan.get("predicted_spans"), "predicted_spans", len(tasks))
     measured = _spans(plan.get("measured_spans"), "measured_spans", len(tasks))
@@ -101,13 +94,13 @@ def _timeline(case: Case, variant: str, document: Mapping[str, object]) -> Timel
     return Timeline(
         case=case,
         variant=variant,
-        strategy=_text(schedule.get("strategy"), "strategy"),
+        strategy=as_text(schedule.get("strategy"), "strategy"),
         num_tasks=len(tasks),
         shown_tasks=len(kept),
         num_streams=max(streams, default=0) + 1,
         off_main_share=away / math.fsum(costs) if away else 0.0,
-        predicted_us=_number(plan.get("predicted_us"), "predicted_us"),
-        measured_us=None if plan.get("measured_us") is None else _number(plan["measured_us"], "measured_us"),
+        predicted_us=as_us(plan.get("predicted_us"), "predicted_us"),
+        measured_us=None if plan.get("measured_us") is None else as_us(plan["measured_us"], "measured_us"),
         predicted=_bars(tasks, streams, predicted, kept),
         measured=_bars(tasks, streams, measured, kept),
     )
@@ -140,13 +133,13 @@ def _bars(
 
 
 def _task(entry: object, index: int) -> tuple[str, str]:
-    fields = _object(entry, f"task {index}")
-    return _text(fields.get("name"), "a name"), _text(fields.get("operator"), "an operator")
+    fields = as_object(entry, f"task {index}")
+    return as_text(fields.get("name"), "a name"), as_text(fields.get("operator"), "an operator")
 
 
 def _stream(value: object, num_tasks: int) -> int:
     if type(value) is not int or not 0 <= value < num_tasks:
-        raise _DamageError(f"{value!r:.60} is not a stream")
+        raise DamageError(f"{value!r:.60} is not a stream")
     return value
 
 
@@ -155,42 +148,9 @@ def _spans(value: object, where: str, num_tasks: int) -> list[tuple[float, float
     if value is None:
         return []
     spans = []
-    for entry in _list(value, where, num_tasks):
-        start, end = (_number(time, where) for time in _list(entry, where, 2))
+    for entry in as_list(value, where, num_tasks):
+        start, end = (as_us(time, where) for time in as_list(entry, where, 2))
         if end < start:
-            raise _DamageError(f"{where}: a task ends before it starts")
+            raise DamageError(f"{where}: a task ends before it starts")
         spans.append((start, end))
     return spans
-
-
-def _part(plan: Mapping[str, object], name: str) -> Mapping[str, object]:
-    return _object(plan.get(name), name)
-
-
-def _object(value: object, where: str) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise _DamageError(f"{where} is not an object")
-    return value
-
-
-def _list(value: object, where: str, length: int | None = None) -> Sequence[object]:
-    if not isinstance(value, (list, tuple)):
-        raise _DamageError(f"{where} is not a list")
-    if length is not None and len(value) != length:
-        raise _DamageError(f"{where} has {len(value)} entries instead of {length}")
-    return value
-
-
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_US:
-        raise _DamageError(f"{where}: {value!r:.60} cannot be a time in microseconds")
-    return float(value)
-
-
-_MOST_US = 1e12
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise _DamageError(f"{where} is not a text")
-    return value

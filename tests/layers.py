@@ -20,11 +20,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "collection": (),
     "status": ("plan",),  # a value: the loop makes it, the faces hand it out
     "device": (),  # what this machine can do
+    "native": (),
     "graph": (),
     "plan": ("graph",),
     "timing": ("device",),
     "kernels": ("device", "timing"),
-    "capture": ("device", "graph", "kernels"),
+    "capture": ("device", "native", "graph", "kernels"),
     "passes": ("device", "graph", "kernels", "timing"),
     "fusion": ("device", "graph", "kernels", "timing", "plan"),
     "schedule": ("device", "plan", "graph", "timing"),
@@ -34,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "loop": (
         "status",
         "device",
+        "native",
         "graph",
         "plan",
         "timing",

@@ -37,7 +37,7 @@ def speedups(comparison: Comparison) -> list[Figure]:
     """A forest plot for each case: speed-up over eager in the same precision, with its interval."""
     figures = []
     for index, case in enumerate(comparison.cases):
-        rows = [row for row in comparison.rows_of(case) if row.ratio is not None]
+        rows = [row for row in comparison.compared_rows_of(case) if row.ratio is not None]
         if rows:
             figures.append(_forest(f"speedup-{index}", case, rows, comparison.margin))
     return figures
@@ -47,7 +47,7 @@ def memory(comparison: Comparison) -> list[Figure]:
     """Bars for each case: peak bytes allocated and reserved, or resident memory on a CPU."""
     figures = []
     for index, case in enumerate(comparison.cases):
-        rows = comparison.rows_of(case)
+        rows = comparison.compared_rows_of(case)
         on_device = [row for row in rows if row.allocated_bytes is not None]
         resident = [row for row in rows if row.rss_bytes is not None]
         if on_device:
@@ -64,7 +64,7 @@ def setups(comparison: Comparison) -> list[Figure]:
     """Bars for each case: seconds of set-up, labelled with the steps after which they are earned back."""
     figures = []
     for index, case in enumerate(comparison.cases):
-        rows = [row for row in comparison.rows_of(case) if row.setup_s is not None]
+        rows = [row for row in comparison.compared_rows_of(case) if row.setup_s is not None]
         if rows:
             bars = _bars(rows, lambda row: row.setup_s, _setup_and_break_even)
             figures.append(_bar_chart(f"setup-{index}", case, rows, [bars]))

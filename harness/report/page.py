@@ -11,11 +11,12 @@ from string import Template
 
 from harness import formats, render, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
-from harness.report import figures, step_figures
+from harness.report import figures, markup, step_figures
 from harness.report.figures import Figure
+from harness.report.fusion_cards import fusion_cards
 from harness.rows import Comparison, Tally
 from harness.stats import Verdict
-from harness.tables import Cell, Column, Medium, Table
+from harness.tables import Table
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -74,13 +75,14 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "Commit against commit",
             "Kitsune's time as a multiple of eager's in the same process, at the older and the newer commit, and its"
             " change: above 0 is slower.",
-            _table(tables.change_table(comparison)),
+            markup.table(tables.change_table(comparison)),
         ),
         _Section(
             "Variants",
             "All variants",
-            "Click a heading to sort. Kitsune's rows are coloured; * marks the best peer of its precision.",
-            _table(tables.variant_table(comparison)),
+            "Click a heading to sort. Kitsune's rows are coloured, and grey where something is switched off to tell"
+            " what that contributes; * marks the best peer of its precision.",
+            markup.table(tables.variant_table(comparison)),
         ),
         _Section(
             "Speed-up",
@@ -106,11 +108,18 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "Contributions",
             "What each optimization contributes",
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
-            " (drop-in), with the optimizer in the same replay (TrainStep on one stream), and with the streams that"
-            " TrainStep chooses by measurement."
+            " (drop-in), with the optimizer in the same replay (TrainStep on one stream, unfused), with its operators"
+            " fused, and with the streams that TrainStep chooses by measurement."
             " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
             " that it may differ from the ratio of the bars.",
             _explained_charts(charts["contribution"], step_tables.contribution_table(comparison)),
+        ),
+        _Section(
+            "Fusion",
+            "What was fused",
+            "Parts of the step that were replaced by fused operators, by template: how long one takes before and after,"
+            " by itself on the device, and what all of them win. The step may gain less or more than their sum.",
+            fusion_cards(comparison.fusions),
         ),
         _Section(
             "Batch sizes",
@@ -125,7 +134,8 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "Streams",
             "Streams",
             "What runs when within a step: a bar is an operator, coloured by its kind, in the row of its stream; paler"
-            " rows are predicted beside measured ones. Drag to zoom in, click twice to see all.",
+            " rows are predicted beside measured ones. Drag to zoom in, click twice to see all. Plans of Kitsune with"
+            " something switched off are in the table alone.",
             _streams(comparison, charts["streams"]),
         ),
         _Section(
@@ -146,13 +156,13 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "Not measured",
             "Not measured",
             "What could not run here, or broke, with the reason the measurement gave.",
-            _table(tables.skip_table(comparison)),
+            markup.table(tables.skip_table(comparison)),
         ),
         _Section(
             "Damage",
             "Damaged results",
             "These parts of the results could not be read and were left out. Everything else was used.",
-            _table(tables.damage_table(comparison)),
+            markup.table(tables.damage_table(comparison)),
         ),
         _Section("How to read", "How to read this", "", _reading(comparison)),
     ]
@@ -189,7 +199,7 @@ def _summary(comparison: Comparison) -> str:
     lost = [f"{entry.skip.variant} in {entry.case.name}: {entry.skip.reason}" for entry in comparison.lost]
     notices = [f'<p class="notice bad">No longer measured: {escape(text)}</p>' for text in lost]
     notices += [f'<p class="notice">{escape(note)}</p>' for note in comparison.notes]
-    means = _table(tables.summary_table(comparison))
+    means = markup.table(tables.summary_table(comparison))
     return f'<div class="tallies">{tiles}</div>{"".join(notices)}{means}'
 
 
@@ -204,7 +214,8 @@ def _tally(title: str, tally: Tally) -> str:
 def _explained_charts(drawn: Sequence[Figure], numbers: Table) -> str:
     if not drawn:
         return ""
-    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{_table(numbers)}</details>"
+    table = markup.table(numbers)
+    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{table}</details>"
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:
@@ -213,21 +224,21 @@ def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:
             '<p class="notice">TrainStep was not timed both on one stream and with streams of its choice, so there is'
             " nothing to compare.</p>"
         )
-    return f"{_charts(drawn)}{_table(step_tables.stream_table(comparison))}"
+    return f"{_charts(drawn)}{markup.table(step_tables.stream_table(comparison))}"
 
 
 def _streams(comparison: Comparison, drawn: Sequence[Figure]) -> str:
     """The timelines and, always in sight, which variants have none and why."""
     if not comparison.timelines:
         return '<p class="notice">No Kitsune variant was measured, so there is no step to show.</p>'
-    return f"{_charts(drawn)}{_table(step_tables.plan_table(comparison))}"
+    return f"{_charts(drawn)}{markup.table(step_tables.plan_table(comparison))}"
 
 
 def _reading(comparison: Comparison) -> str:
     text = Template(_asset("reading.html")).substitute(
         margin=f"{100 * comparison.margin:g}%", tolerance=f"{100 * LOSS_TOLERANCE:g}%"
     )
-    recipes, facts = _table(tables.recipe_table(comparison)), _table(tables.facts_table(comparison))
+    recipes, facts = markup.table(tables.recipe_table(comparison)), markup.table(tables.facts_table(comparison))
     return (
         f"{text}<details><summary>How each variant is set up</summary>{recipes}</details>"
         f"<details><summary>Facts of the machine</summary>{facts}</details>"
@@ -251,34 +262,6 @@ def _card(figure: Figure) -> str:
     kind = ' class="wide"' if figure.is_wide else ""
     chart = f'<div id="{figure.name}" class="chart"></div>'
     return f"<figure{kind}><figcaption>{escape(figure.title)}</figcaption>{chart}</figure>"
-
-
-def _table(whole: Table) -> str:
-    table = whole.on(Medium.PAGE)
-    if not table.rows:
-        return ""
-    headings = "".join(_heading(column) for column in table.columns)
-    rows = "".join(
-        f"<tr>{''.join(_cell(cell, column) for cell, column in zip(row, table.columns, strict=True))}</tr>"
-        for row in table.rows
-    )
-    return (
-        f'<div class="scroller"><table class="sortable"><thead><tr>{headings}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _heading(column: Column) -> str:
-    kind = ' class="numeric"' if column.numeric else ""
-    return f'<th scope="col"{kind} title="{escape(column.meaning)}">{escape(column.heading)}</th>'
-
-
-def _cell(cell: Cell, column: Column) -> str:
-    classes = " ".join(filter(None, ("numeric" if column.numeric else "", cell.tone.value)))
-    key = "" if cell.key is None else f' data-key="{cell.key!r}"'
-    detail = "" if cell.detail is None else f"<small>{escape(cell.detail)}</small>"
-    title = "" if cell.words is None else f' title="{escape(cell.text)}"'
-    return f'<td class="{classes}"{key}{title}><span>{escape(cell.words or cell.text)}</span>{detail}</td>'
 
 
 def _embedded(drawn: Sequence[Figure]) -> str:

@@ -5,10 +5,11 @@ on which stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness import formats
 from harness.breakdown import Breakdown, Stage, StageTime
-from harness.names import label, order, precision_of
+from harness.names import is_product, label, order, precision_of
 from harness.operators import Kind
 from harness.report import style
 from harness.report.figures import Figure
@@ -35,8 +36,16 @@ _PRECISION_MARKS = {"fp32": ("#0055a4", "circle"), "amp": ("#d9540b", "diamond")
 
 
 def contributions(comparison: Comparison) -> list[Figure]:
-    """Bars for each case and measured precision: the time of a step with one optimization after the other added."""
-    measured = [part for part in comparison.breakdowns if any(stage.seconds is not None for stage in part.stages)]
+    """Bars for each case and measured precision: the time of a step with one optimization after the other added.
+
+    Stages that were not measured anywhere are left out.
+    """
+    timed = {stage.stage for part in comparison.breakdowns for stage in part.stages if stage.seconds is not None}
+    measured = [
+        replace(part, stages=tuple(stage for stage in part.stages if stage.stage in timed))
+        for part in comparison.breakdowns
+        if any(stage.seconds is not None for stage in part.stages)
+    ]
     figures = []
     for index, case in enumerate(comparison.cases):
         members = [breakdown for breakdown in measured if breakdown.case == case]
@@ -57,8 +66,8 @@ def stream_gains(comparison: Comparison) -> list[Figure]:
 
 
 def timelines(comparison: Comparison) -> list[Figure]:
-    """For each variant whose plan holds times, the tasks of a step over time, with rows for the streams."""
-    known = [entry for entry in comparison.timelines if isinstance(entry, Timeline)]
+    """For each of Kitsune's forms whose plan holds times, the tasks of a step over time, with rows for the streams."""
+    known = [entry for entry in comparison.timelines if isinstance(entry, Timeline) and is_product(entry.variant)]
     return [_timeline(f"streams-{index}", entry) for index, entry in enumerate(known)]
 
 

@@ -26,6 +26,7 @@ _MARKS = {
     "kitsune_dropin": ("#aa3377", "star-diamond"),
     "kitsune_trainstep": ("#d9540b", "star"),
     "kitsune_trainstep_one_stream": ("#8a2f00", "star-triangle-up"),
+    "kitsune_trainstep_unfused": ("#5c4400", "star-triangle-down"),
 }
 """Colour and symbol of a variant in any precision. Colours differ in lightness too, for readers who see few of them."""
 

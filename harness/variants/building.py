@@ -17,5 +17,5 @@ def start(variant: Variant, ingredients: Ingredients) -> Training:
 
         if variant.family == "kitsune_dropin":
             return kitsune.DropInTraining(ingredients)
-        return kitsune.TrainStepTraining(ingredients, variant.num_streams)
+        return kitsune.TrainStepTraining(ingredients, variant.num_streams, variant.enable_fusion)
     return eager.start(variant, ingredients)

@@ -28,6 +28,7 @@ class Variant:
         fused: ``Adam(fused=True)``; without it torch chooses.
         compile_mode: the mode given to ``torch.compile``; None does not compile.
         num_streams: the most CUDA streams that ``TrainStep`` may use; None leaves it at its default.
+        enable_fusion: whether ``TrainStep`` may fuse operators; None leaves it at its default.
         cuda_only: why the variant exists on CUDA only; None where it exists everywhere.
     """
 
@@ -39,12 +40,18 @@ class Variant:
     fused: bool = False
     compile_mode: str | None = None
     num_streams: int | None = None
+    enable_fusion: bool | None = None
     cuda_only: str | None = None
 
     @property
     def is_kitsune(self) -> bool:
         """Whether it is this project's own work; the others are its peers."""
         return self.family in ("kitsune_dropin", "kitsune_trainstep")
+
+    @property
+    def is_diagnostic(self) -> bool:
+        """Whether it is Kitsune with something switched off, to tell what that contributes; users run the others."""
+        return self.num_streams is not None or self.enable_fusion is not None
 
     def uses_channels_last(self, device_type: str) -> bool:
         """Whether convolutional models are laid out channels last on this kind of device."""
@@ -54,6 +61,7 @@ class Variant:
 _GRAPHS = "CUDA graphs exist on CUDA devices only"
 _TF32 = "TF32 exists on CUDA devices only"
 _STREAMS = "without CUDA there are no streams to choose from"
+_FUSION = "without CUDA nothing is fused"
 
 VARIANTS: Mapping[str, Variant] = {
     variant.name: variant
@@ -102,6 +110,14 @@ VARIANTS: Mapping[str, Variant] = {
         Variant(
             "kitsune_trainstep_one_stream_amp", "Kitsune TrainStep on one stream, autocast", "kitsune_trainstep",
             "amp", channels_last=True, num_streams=1, cuda_only=_STREAMS,
+        ),
+        Variant(
+            "kitsune_trainstep_unfused_fp32", "Kitsune TrainStep on one stream, unfused, float32", "kitsune_trainstep",
+            "fp32", channels_last=True, num_streams=1, enable_fusion=False, cuda_only=_FUSION,
+        ),
+        Variant(
+            "kitsune_trainstep_unfused_amp", "Kitsune TrainStep on one stream, unfused, autocast", "kitsune_trainstep",
+            "amp", channels_last=True, num_streams=1, enable_fusion=False, cuda_only=_FUSION,
         ),
     )
 }  # fmt: skip

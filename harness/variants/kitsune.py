@@ -34,17 +34,17 @@ class DropInTraining(LoopTraining):
 
 
 class TrainStepTraining(Training):
-    """The explicit form: the whole step in one call, on at most so many streams; None leaves that to Kitsune."""
+    """The explicit form: the whole step in one call, on at most so many streams, fused or not; None leaves it open."""
 
-    def __init__(self, ingredients: Ingredients, num_streams: int | None) -> None:
+    def __init__(self, ingredients: Ingredients, num_streams: int | None, enable_fusion: bool | None) -> None:
         super().__init__(ingredients)
-        streams: dict[str, Any] = {} if num_streams is None else {"num_streams": num_streams}
+        options: dict[str, Any] = {"num_streams": num_streams, "enable_fusion": enable_fusion}
         self._step = kitsune.TrainStep(
             ingredients.model,
             ingredients.loss_fn,
             ingredients.adam(),
             enable_amp=ingredients.precision == "amp",
-            **streams,
+            **{name: value for name, value in options.items() if value is not None},
         )
 
     @property

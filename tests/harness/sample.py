@@ -35,12 +35,15 @@ _VARIANTS = (
     "handcaptured_fp32", "handcaptured_amp", "handcaptured_compile_fp32", "handcaptured_compile_amp",
     "kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_trainstep_fp32", "kitsune_trainstep_amp",
     "kitsune_trainstep_one_stream_fp32", "kitsune_trainstep_one_stream_amp",
+    "kitsune_trainstep_unfused_fp32", "kitsune_trainstep_unfused_amp",
 )  # fmt: skip
 _GPU_MICROSECONDS = {
-    ("mlp", 64): (1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 121, 104, 121, 112),
-    ("lenet", 64): (1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 305, 280, 306, 296),
-    ("resnet18", 128): (7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 4890, 2790, 4895, 2795),
-}
+    ("mlp", 64): (1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 121, 104, 121, 112, 124, 118),
+    ("lenet", 64): (1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 305, 280, 306, 296, 310, 302),
+    ("resnet18", 128): (
+        7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 4890, 2790, 4895, 2795, 4930, 2861,
+    ),
+}  # fmt: skip
 _SWEEP_VARIANTS = ("eager_amp", "handcaptured_amp", "kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp")
 _SWEEP_MICROSECONDS = {
     ("mlp", 8): (1440, 108, 96, 108),
@@ -142,7 +145,8 @@ def profile_record(
         status = {"mode": "replay", "reason": None, "gain": 3.1}
     if status is not None and "trainstep" in variant and on_gpu:
         on_streams = variant == "kitsune_trainstep_amp"
-        status["plan"] = plans.document(num_tasks=40, num_streams=2 if on_streams else 1)
+        fusions = () if "unfused" in variant else plans.FUSIONS
+        status["plan"] = plans.document(num_tasks=40, num_streams=2 if on_streams else 1, fusions=fusions)
     return {
         "kind": "profile", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
         "setup_s": setup * (1 + abs(rng.gauss(0, 0.1))),
@@ -234,6 +238,8 @@ def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:
                     reason = "CUDA graphs exist on CUDA devices only" if graphs else "not part of the quick profile"
                     if "one_stream" in variant:
                         reason = "without CUDA there are no streams to choose from"
+                    if "unfused" in variant:
+                        reason = "without CUDA nothing is fused"
                     records.append(skip_record(run, case, variant, reason))
             records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
             records += [profile_record(run, case, variant, rng) for variant in seconds]

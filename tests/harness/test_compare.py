@@ -31,14 +31,14 @@ def test_the_table_has_every_variant_with_its_numbers(results: Path, capsys: pyt
     assert code == 0
     assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0].startswith("1 regression found in 18 comparisons")
+    assert lines[0].startswith("1 regression found in 12 comparisons")
     heading = next(line for line in lines if line.startswith("model"))
     for word in ("batch", "precision", "variant", "time", "over eager", "verdict", "over best peer", "memory", "loss"):
         assert word in heading
     row = next(line for line in lines if "kitsune_trainstep_amp" in line and line.startswith("mlp"))
-    assert row.split()[:5] == ["mlp", "64", "amp", "kitsune_trainstep_amp", "105"]
-    assert "13.8 [13.8, 13.9]  faster" in row
-    assert sum(line.startswith("lenet") and "slower" in line and "+13.1%" in line for line in lines) == 1
+    assert row.split()[:5] == ["mlp", "64", "amp", "kitsune_trainstep_amp", "104"]
+    assert "14.0 [13.9, 14.0]  faster" in row
+    assert sum(line.startswith("lenet") and "slower" in line and "+12.6%" in line for line in lines) == 1
     assert "failed: compile_reduce_overhead_amp: resnet18-b128 on cuda: RuntimeError" in out
 
 
@@ -47,7 +47,7 @@ def test_skips_are_summarised(results: Path, capsys: pytest.CaptureFixture[str])
 
     skipped = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  skipped")]
 
-    assert len(skipped) == 3
+    assert len(skipped) == 4
     assert all("all 3 cases" in line for line in skipped)
 
 
@@ -182,15 +182,38 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
     assert document["schema"] == 1
     assert document["regressions"] == 1
     assert document["head"]["sha"] == COMMITS[2]
-    assert len(document["rows"]) == 16 * 3 - 1
+    assert len(document["rows"]) == 18 * 3 - 1
     row = next(row for row in document["rows"] if row["variant"] == "kitsune_trainstep_amp")
     assert row["case"] == {"name": "mlp-b64", "model": "mlp", "batch": 64, "device": "cuda"}
     assert 0 < row["ratio"]["low"] < row["ratio"]["ratio"] < row["ratio"]["high"] < 1
     assert (row["verdict"], row["peer_verdict"], row["parity"]) == ("faster", "slower", "agrees")
     assert row["best_peer"] == "handcaptured_compile_amp"
     assert row["seconds"] < row["wall_seconds"]
-    assert {change["verdict"] for change in document["changes"]} == {"same", "slower", "inconclusive"}
+    assert {change["verdict"] for change in document["changes"]} == {"same", "slower"}
     assert document["skips"][0]["status"] == "failed"
+
+
+def test_json_tells_what_was_fused(results: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    compare.main(["--results", str(results), "--machine", GPU_MACHINE, "--json", str(path)])
+
+    fusions = json.loads(path.read_text(), parse_constant=pytest.fail)["fusions"]
+
+    assert [(entry["case"]["name"], entry["precision"]) for entry in fusions] == [
+        (case, precision) for case in ("mlp-b64", "lenet-b64", "resnet18-b128") for precision in ("fp32", "amp")
+    ]
+    found = fusions[1]
+    assert found["variants"] == ["kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp"]
+    assert found["won_us"] == sum(parts["won_us"] or 0 for parts in found["replaced"]) == 12.5
+    assert found["replaced"][0] == {
+        "template": "batch norm + relu", "refusal": None, "num_parts": 4, "before_us": 7.0, "after_us": 4.5,
+        "won_us": 10.0,
+    }  # fmt: skip
+    assert [parts["refusal"] for parts in found["left"]] == ["it is not faster", "there was no time left to try it"]
+    assert found["unfused_seconds"] / found["fused_seconds"] == pytest.approx(found["gain"]["ratio"], rel=0.05)
+
+    compare.main(["--results", str(results), "--machine", CPU_MACHINE, "--json", str(path)])
+    assert json.loads(path.read_text())["fusions"] == []
 
 
 def test_json_of_a_single_round_has_null_for_bounds_that_cannot_be_claimed(tmp_path: Path) -> None:
@@ -213,9 +236,9 @@ def test_markdown_has_whole_tables(results: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("## 1 regression found")
     variants = next(index for index, line in enumerate(lines) if line == "### Variants") + 2
     columns = lines[variants].count("|")
-    rows = lines[variants : variants + 2 + 47]
+    rows = lines[variants : variants + 2 + 53]
     assert all(line.replace("\\|", "").count("|") == columns for line in rows)
-    assert not lines[variants + 2 + 47]
+    assert not lines[variants + 2 + 53]
 
 
 def test_names_in_results_cannot_break_out_of_markdown(tmp_path: Path) -> None:

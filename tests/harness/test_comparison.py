@@ -97,7 +97,7 @@ def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) ->
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
     assert len(comparison.cases) == 12
     assert {summary.cases for summary in comparison.summaries} == {3}
-    assert len(comparison.summaries) == 6
+    assert len(comparison.summaries) == 4
     step = next(summary for summary in comparison.summaries if summary.variant == "kitsune_trainstep_amp")
     ratios = [row.ratio.ratio for row in comparison.rows if row.variant == step.variant and row.ratio and row.rounds]
     assert len(ratios) == 12
@@ -147,10 +147,10 @@ def test_a_planted_slowdown_is_a_regression_and_nothing_else_is(tmp_path: Path) 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_same_code_at_two_commits_is_no_regression(tmp_path: Path, seed: int) -> None:
-    """12 histories of 18 rows: no false alarm. tests/harness/test_error_rates.py has the rates over many more."""
+    """12 histories of 12 rows: no false alarm. tests/harness/test_error_rates.py has the rates over many more."""
     sample.write_gpu_history(tmp_path, seed=seed)
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
-    assert len(comparison.changes) == 18
+    assert len(comparison.changes) == 12
     assert comparison.regressions == 0
 
 
@@ -210,6 +210,31 @@ def test_a_kitsune_variant_that_can_no_longer_be_measured_is_a_regression(tmp_pa
     assert [(group.status, group.variants) for group in comparison.skips] == [
         ("failed", ("kitsune_dropin_fp32", "compile_fp32"))
     ]
+
+
+def test_what_only_tells_what_something_contributes_is_judged_nowhere(tmp_path: Path) -> None:
+    """Kitsune on one stream, or unfused, is timed and compared with eager, but is not what users run."""
+    diagnostics = {"kitsune_trainstep_one_stream_amp": 3e-3, "kitsune_trainstep_unfused_amp": 3e-3}
+    write(tmp_path, OLD, TIMES | diagnostics)
+    slower = {"kitsune_trainstep_one_stream_amp": 6e-3}
+    broken = sample.skip_record("r", CASE, "kitsune_trainstep_unfused_amp", "it broke", "failed")
+    curve = sample.profile_record("r", CASE, "kitsune_trainstep_one_stream_amp", random.Random(0))
+    write(tmp_path, NEW, TIMES | slower, day=2, extra=(broken, curve))
+
+    comparison = compared(tmp_path)
+
+    assert comparison.regressions == 0
+    assert (len(comparison.changes), comparison.lost) == (2, ())
+    row = row_of(comparison, "kitsune_trainstep_one_stream_amp")
+    assert row.is_kitsune
+    assert row.verdict is Verdict.SLOWER
+    assert row.best_peer is row.peer_ratio is None
+    users = ["kitsune_dropin_fp32", "kitsune_trainstep_amp"]
+    assert sum(comparison.against_eager.values()) == sum(comparison.against_peers.values()) == 2
+    assert [summary.variant for summary in comparison.summaries] == users
+    assert [series.variant for series in comparison.history] == users
+    assert comparison.losses == ()
+    assert [entry.variant for entry in comparison.compared_rows_of(row.case) if entry.is_kitsune] == users
 
 
 @pytest.mark.parametrize(("status", "lost"), [("left out", 0), ("skipped", 1), ("failed", 1)])
@@ -284,7 +309,7 @@ def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
 
     lengths = {(series.case.model, series.variant): len(series.points) for series in comparison.history}
 
-    assert len(lengths) == 18
+    assert len(lengths) == 12
     assert lengths["mlp", "kitsune_dropin_fp32"] == 3
     assert lengths["mlp", "kitsune_trainstep_fp32"] == 2  # the first commit has no TrainStep
 

@@ -17,8 +17,18 @@ def test_names_agree_with_the_catalogue() -> None:
 
 def test_variants_are_ordered_by_precision_and_kitsune_comes_last() -> None:
     ordered = sorted([*VARIANTS, "mine_fp8"], key=names.order)
-    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 7 + ["tf32"] + ["amp"] * 8 + ["fp8"]
-    assert [names.is_kitsune(name) for name in ordered[:7]] == [False] * 4 + [True] * 3
+    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 8 + ["tf32"] + ["amp"] * 9 + ["fp8"]
+    assert [names.is_kitsune(name) for name in ordered[:8]] == [False] * 4 + [True] * 4
+    assert [names.is_product(name) for name in ordered[:8]] == [False] * 4 + [True] * 2 + [False] * 2
+
+
+def test_kitsune_with_something_switched_off_is_no_form_that_users_run() -> None:
+    without = {name for name in VARIANTS if "one_stream" in name or "unfused" in name}
+    assert {name for name in VARIANTS if names.is_diagnostic(name)} == without
+    assert {name for name in VARIANTS if names.is_product(name)} == set(filter(names.is_kitsune, VARIANTS)) - without
+    assert names.is_product("kitsune_mine_fp32")
+    assert not names.is_product("mine_fp32")
+    assert not names.is_diagnostic("mine_fp32")
 
 
 def test_a_variant_of_ones_own_is_called_by_its_name() -> None:

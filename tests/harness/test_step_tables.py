@@ -4,9 +4,10 @@ import pytest
 
 from harness import step_tables
 from harness.comparison import compare
+from harness.fusions import StepFusions
 from harness.rows import Comparison
 from harness.store import Store
-from harness.tables import Table
+from harness.tables import Table, Tone
 from tests.harness import sample
 
 
@@ -24,9 +25,11 @@ def texts(table: Table) -> list[list[str]]:
 
 def test_every_stage_has_a_row(gpu: Comparison) -> None:
     rows = texts(step_tables.contribution_table(gpu))
-    assert len(rows) == 3 * 2 * 4
+    assert len(rows) == 3 * 2 * 5
     lenet = [row[3:] for row in rows if row[0] == "lenet" and row[3] == "amp"]
-    assert [row[1] for row in lenet] == ["eager", "forward and backward captured", "optimizer in the step", "streams"]
+    assert [row[1] for row in lenet] == [
+        "eager", "forward and backward captured", "optimizer in the step", "operators fused", "streams",
+    ]  # fmt: skip
     assert lenet[0][3:] == ["—", "—", ""]
     assert all("[" in row[4] for row in lenet[1:])
     assert {row[-1] for row in rows} == {""}
@@ -35,9 +38,25 @@ def test_every_stage_has_a_row(gpu: Comparison) -> None:
 def test_a_stage_without_a_time_has_its_reason(tmp_path: Path) -> None:
     sample.write_cpu_history(tmp_path)
     comparison = compare(Store(tmp_path).load(sample.CPU_MACHINE), folder=tmp_path)
-    last = texts(step_tables.contribution_table(comparison))[3]
-    assert last[4:8] == ["streams", "—", "—", "—"]
-    assert last[8].endswith("(skipped: without CUDA there are no streams to choose from)")
+    *_, fused, streams = texts(step_tables.contribution_table(comparison))[:5]
+    assert fused[4:8] == ["operators fused", "—", "—", "—"]
+    assert fused[8].endswith("(skipped: without CUDA nothing is fused)")
+    assert streams[4:8] == ["streams", "—", "—", "—"]
+    assert streams[8].endswith("(skipped: without CUDA there are no streams to choose from)")
+
+
+def test_what_was_fused_and_what_was_left(gpu: Comparison) -> None:
+    first = gpu.fusions[0]
+    assert isinstance(first, StepFusions)
+    assert texts(step_tables.fused_table(first)) == [
+        ["batch norm + relu", "4", "7.00 µs", "4.50 µs", "10.0 µs"],
+        ["gradients of linear layers + adam", "1", "12.2 µs", "9.75 µs", "2.50 µs"],
+        ["region", "2", "—", "—", "—"],
+    ]
+    assert texts(step_tables.unfused_table(first)) == [
+        ["linear + relu", "2", "6.00 µs", "6.50 µs", "it is not faster"],
+        ["region", "1", "—", "—", "there was no time left to try it"],
+    ]
 
 
 def test_what_streams_gain_is_told_with_the_plan_where_there_is_one(tmp_path: Path) -> None:
@@ -64,6 +83,9 @@ def test_every_kitsune_variant_has_a_row(gpu: Comparison) -> None:
     assert [row[4] for row in rows] == [row.variant for row in gpu.rows if row.is_kitsune]
     by_variant = {row[4]: row[5:] for row in rows}
     assert by_variant["kitsune_trainstep_amp"] == ["list", "40", "2", "50%", "175 µs", "219 µs"]
+    tones = {row[4].text: row[4].tone for row in table.rows}
+    assert tones["kitsune_trainstep_amp"] is Tone.STRONG
+    assert tones["kitsune_trainstep_unfused_amp"] is tones["kitsune_trainstep_one_stream_amp"] is Tone.FAINT
     assert by_variant["kitsune_dropin_amp"] == ["no timeline: its status holds no plan", *["—"] * 5]
 
 

@@ -85,10 +85,10 @@ def test_a_large_plan_keeps_its_longest_tasks() -> None:
         ({"mode": "replay", "plan": None}, "its status holds no plan"),
         ({"mode": "eager"}, "its status holds no plan: its mode was eager"),
         ({"mode": "replay", "plan": []}, "its plan cannot be read: the plan is not an object"),
-        ({"mode": "replay", "plan": {}}, "its plan cannot be read: it is not of format 'kitsune plan', version 1"),
+        ({"mode": "replay", "plan": {}}, "its plan cannot be read: it is not of format 'kitsune plan', version 1 or 2"),
         (
-            {"mode": "replay", "plan": {"format": "kitsune plan", "version": 2}},
-            "its plan cannot be read: it is not of format 'kitsune plan', version 1",
+            {"mode": "replay", "plan": {"format": "kitsune plan", "version": 3}},
+            "its plan cannot be read: it is not of format 'kitsune plan', version 1 or 2",
         ),
     ],
 )

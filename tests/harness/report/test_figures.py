@@ -48,7 +48,7 @@ def test_plotly_accepts_every_figure(
 
 def test_a_forest_plot_shows_the_tables_speedups(gpu: Comparison) -> None:
     drawn = figures.speedups(gpu)[0]
-    rows = [row for row in gpu.rows_of(gpu.cases[0]) if row.ratio is not None]
+    rows = [row for row in gpu.compared_rows_of(gpu.cases[0]) if row.ratio is not None]
     assert len(drawn.traces) == len(rows)
     for trace, row in zip(drawn.traces, rows, strict=True):
         assert row.ratio is not None
@@ -60,18 +60,29 @@ def test_a_forest_plot_shows_the_tables_speedups(gpu: Comparison) -> None:
         assert whiskers["arrayminus"] == [pytest.approx(speedup.ratio - speedup.low)]
 
 
+@pytest.mark.parametrize("draw", ALL)
+def test_kitsune_with_something_switched_off_is_in_no_comparison(
+    draw: Callable[[Comparison], list[Figure]], gpu: Comparison
+) -> None:
+    assert any("unfused" in row.variant for row in gpu.rows)
+    described = json.dumps([vars(figure) for figure in draw(gpu)])
+    assert "Kitsune TrainStep" in described
+    assert "one stream" not in described
+    assert "unfused" not in described
+
+
 def test_memory_is_allocated_and_reserved_on_a_gpu_and_resident_on_a_cpu(gpu: Comparison, cpu: Comparison) -> None:
-    rows = gpu.rows_of(gpu.cases[0])
+    rows = gpu.compared_rows_of(gpu.cases[0])
     reserved, allocated = figures.memory(gpu)[0].traces
     assert reserved["x"] == [row.reserved_bytes for row in rows]
     assert allocated["x"] == [row.allocated_bytes for row in rows]
     (resident,) = figures.memory(cpu)[0].traces
-    assert resident["x"] == [row.rss_bytes for row in cpu.rows_of(cpu.cases[0])]
+    assert resident["x"] == [row.rss_bytes for row in cpu.compared_rows_of(cpu.cases[0])]
 
 
 def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
     (trace,) = figures.setups(gpu)[0].traces
-    texts = dict(zip([row.variant for row in gpu.rows_of(gpu.cases[0])], trace["text"], strict=True))  # type: ignore[call-overload]
+    texts = dict(zip([row.variant for row in gpu.compared_rows_of(gpu.cases[0])], trace["text"], strict=True))  # type: ignore[call-overload]
     assert texts["compile_fp32"].endswith("s, never")
     assert texts["handcaptured_amp"].endswith("steps")
     assert "," not in texts["eager_fp32"]
@@ -80,8 +91,8 @@ def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
 def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:
     drawn = figures.history(gpu)[0]
     bands, lines = drawn.traces[::2], drawn.traces[1::2]
-    assert len(lines) == 6
-    assert [trace["fill"] for trace in bands] == ["toself"] * 6
+    assert len(lines) == 4
+    assert [trace["fill"] for trace in bands] == ["toself"] * 4
     for band, line in zip(bands, lines, strict=True):
         assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
 

@@ -6,7 +6,9 @@ import plotly.graph_objects as go
 import pytest
 
 from harness import formats, report
+from harness.breakdown import Breakdown, Stage
 from harness.comparison import compare
+from harness.names import is_product
 from harness.report import step_figures
 from harness.report.figures import Figure
 from harness.rows import Comparison
@@ -52,10 +54,10 @@ def test_contributions_are_the_breakdowns_times(gpu: Comparison) -> None:
 
 def test_a_stage_that_ran_eagerly_is_marked(gpu: Comparison) -> None:
     first = gpu.breakdowns[0]
-    stages = (*first.stages[:2], replace(first.stages[2], mode="eager"), first.stages[3])
+    stages = (*first.stages[:2], replace(first.stages[2], mode="eager"), *first.stages[3:])
     (drawn, *_) = step_figures.contributions(replace(gpu, breakdowns=(replace(first, stages=stages),)))
     (bars,) = drawn.traces
-    assert [text.endswith("ran eagerly") for text in bars["text"]] == [False, False, True, False]  # type: ignore[attr-defined]
+    assert [text.endswith("ran eagerly") for text in bars["text"]] == [False, False, True, False, False]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +110,9 @@ def test_the_page_says_that_nothing_was_timed_both_ways(gpu: Comparison) -> None
 
 
 def test_a_timeline_draws_every_bar_where_and_when_it_runs(gpu: Comparison) -> None:
-    known = [entry for entry in gpu.timelines if isinstance(entry, Timeline)]
+    known = [entry for entry in gpu.timelines if isinstance(entry, Timeline) and is_product(entry.variant)]
     drawn = step_figures.timelines(gpu)
-    assert len(drawn) == len(known) == 12
+    assert len(drawn) == len(known) == 6
     for figure, entry in zip(drawn, known, strict=True):
         _checked(figure)
         found = set()
@@ -163,4 +165,17 @@ def test_a_precision_that_was_not_measured_has_no_bars(gpu: Comparison) -> None:
     (_, *others) = gpu.breakdowns
     absent = replace(gpu, breakdowns=(replace(first, stages=missing), *others))
     before, after = (step_figures.contributions(comparison)[0].traces[0]["y"] for comparison in (gpu, absent))
-    assert [row for row in before if row not in after] == before[:4]  # type: ignore[attr-defined,index,operator]
+    assert [row for row in before if row not in after] == before[:5]  # type: ignore[attr-defined,index,operator]
+
+
+def test_a_stage_that_was_measured_nowhere_has_no_bars(gpu: Comparison) -> None:
+    """As where an earlier commit was measured, which knew of no fusion."""
+
+    def without(part: Breakdown) -> Breakdown:
+        stages = (replace(stage, seconds=None) if stage.stage is Stage.FUSION else stage for stage in part.stages)
+        return replace(part, stages=tuple(stages))
+
+    changed = replace(gpu, breakdowns=tuple(map(without, gpu.breakdowns)))
+    before, after = (step_figures.contributions(comparison)[0].traces[0]["y"] for comparison in (gpu, changed))
+    fused = [f"+ operators fused · {precision}" for precision in ("fp32", "amp")]
+    assert [row for row in before if row not in after] == fused  # type: ignore[attr-defined,operator]

@@ -27,6 +27,8 @@ EXPECTED = [
     "kitsune_trainstep_amp",
     "kitsune_trainstep_one_stream_fp32",
     "kitsune_trainstep_one_stream_amp",
+    "kitsune_trainstep_unfused_fp32",
+    "kitsune_trainstep_unfused_amp",
 ]
 
 
@@ -36,7 +38,7 @@ def test_names_are_those_of_stored_results() -> None:
 
 
 def test_an_unknown_name_is_answered_with_those_known() -> None:
-    with pytest.raises(ValueError, match=r"no variant 'eager_fp8'.*kitsune_trainstep_one_stream_amp"):
+    with pytest.raises(ValueError, match=r"no variant 'eager_fp8'.*kitsune_trainstep_unfused_amp"):
         variants.get("eager_fp8")
 
 
@@ -50,7 +52,7 @@ def test_names_and_titles_say_the_precision(variant: Variant) -> None:
 def test_kitsune_is_laid_out_as_what_is_captured_by_hand() -> None:
     for precision in ("fp32", "amp"):
         baseline = variants.get(f"handcaptured_{precision}")
-        for form in ("dropin", "trainstep", "trainstep_one_stream"):
+        for form in ("dropin", "trainstep", "trainstep_one_stream", "trainstep_unfused"):
             variant = variants.get(f"kitsune_{form}_{precision}")
             assert variant.uses_channels_last("cuda") == baseline.uses_channels_last("cuda")
 
@@ -63,6 +65,21 @@ def test_one_stream_differs_from_the_default_in_nothing_else() -> None:
         assert one_stream.is_kitsune
         same = replace(one_stream, name=default.name, title=default.title, num_streams=None, cuda_only=None)
         assert same == default
+
+
+def test_unfused_differs_from_one_stream_in_nothing_else() -> None:
+    for precision in ("fp32", "amp"):
+        one_stream = variants.get(f"kitsune_trainstep_one_stream_{precision}")
+        unfused = variants.get(f"kitsune_trainstep_unfused_{precision}")
+        assert (one_stream.enable_fusion, unfused.enable_fusion) == (None, False)
+        same = replace(
+            unfused,
+            name=one_stream.name,
+            title=one_stream.title,
+            enable_fusion=None,
+            cuda_only=one_stream.cuda_only,
+        )
+        assert same == one_stream
 
 
 def test_on_the_cpu_float32_variants_share_eager_s_layout() -> None:

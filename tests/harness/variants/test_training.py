@@ -42,18 +42,20 @@ def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
     torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_only_the_variants_on_one_stream_say_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_variants_that_do_without_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, object]] = []
     monkeypatch.setattr(kitsune, "TrainStep", lambda *arguments, **options: given.append(options))
     for precision in ("fp32", "amp"):
-        for form in ("trainstep", "trainstep_one_stream"):
+        for form in ("trainstep", "trainstep_one_stream", "trainstep_unfused"):
             variant = variants.get(f"kitsune_{form}_{precision}")
             start(variant, prepare(variant, "mlp", 2, CPU))
     assert given == [
         {"enable_amp": False},
         {"enable_amp": False, "num_streams": 1},
+        {"enable_amp": False, "num_streams": 1, "enable_fusion": False},
         {"enable_amp": True},
         {"enable_amp": True, "num_streams": 1},
+        {"enable_amp": True, "num_streams": 1, "enable_fusion": False},
     ]
 
 

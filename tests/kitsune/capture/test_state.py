@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
-from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
+from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.errors import RefusedError
+from kitsune.native.build import facts_type
+from kitsune.native.facts import Fact, Facts
 
 
 def pair(
@@ -25,6 +29,14 @@ def pair(
     return params, optimizer
 
 
+def held(facts: list[Fact] | None) -> Facts:
+    """Checks facts that hold."""
+    assert facts is not None
+    checked = facts_type()(facts)
+    assert checked.hold()
+    return checked
+
+
 def test_nothing_changed() -> None:
     params, optimizer = pair()
     assert Binding(optimizer, params).refresh() is None
@@ -33,24 +45,43 @@ def test_nothing_changed() -> None:
 def test_a_fused_binding_asks_for_the_composed_form_when_a_constant_moves() -> None:
     params, optimizer = pair()
     binding = Binding(optimizer, params)
+    facts = held(binding.facts())
     for name, value in (("betas", (0.5, 0.6)), ("eps", 0.1), ("weight_decay", 0.2)):
         before = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value
         assert binding.refresh() == CONSTANTS
+        assert not facts.hold()
         optimizer.param_groups[0][name] = before
         assert binding.refresh() is None
+        assert facts.hold()
 
 
 def test_a_composed_binding_follows_numbers_but_not_flags() -> None:
     params, optimizer = pair(weight_decay=0.1)
     binding = Binding(optimizer, params, composed=True)
+    facts, numbers = held(binding.facts()), held(binding.number_facts())
     optimizer.param_groups[0].update(betas=(0.5, 0.6), eps=0.1, weight_decay=0.2, lr=3.0)
+    assert facts.hold()
+    assert not numbers.hold()
+    assert binding.follow_numbers()
     assert binding.refresh() is None
     for name, value in (("weight_decay", 0.0), ("maximize", True), ("amsgrad", True)):
         before = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value
         assert binding.refresh() is not None, name
+        assert not facts.hold() or not binding.follow_numbers()
         optimizer.param_groups[0][name] = before
+
+
+def test_numbers_that_may_change_in_place_are_no_facts() -> None:
+    params, optimizer = pair(torch.optim.SGD)
+    binding = Binding(optimizer, params)
+    held(binding.number_facts())
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    assert binding.number_facts() is None
+    held(binding.facts())
+    optimizer.param_groups[0]["tags"] = ["mine"]
+    assert binding.facts() is None
 
 
 def add_group(optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +142,9 @@ def test_what_makes_a_binding_stale(change: Callable[[torch.optim.Optimizer], No
     params, optimizer = pair()
     binding = Binding(optimizer, params)
     assert binding.refresh() is None
+    facts = held(binding.facts())
     change(optimizer)
+    assert not facts.hold()
     changed = binding.refresh()
     assert changed is not None
     assert words in changed
@@ -215,19 +248,34 @@ def test_complex_parameters_are_refused() -> None:
 def test_hooks_of_the_optimizer() -> None:
     _, optimizer = pair()
     assert refuse_hooks(optimizer) is None
-    handle = optimizer.register_step_post_hook(lambda *_: None)
-    refusal = refuse_hooks(optimizer)
-    assert refusal is not None
-    assert "step hooks" in refusal.reason
-    handle.remove()
-    assert refuse_hooks(optimizer) is None
+    facts = held(hook_facts(optimizer))
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        torch_optimizer.register_optimizer_step_pre_hook,
+        torch_optimizer.register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: None)
+        refusal = refuse_hooks(optimizer)
+        assert refusal is not None
+        assert "step hooks" in refusal.reason
+        assert not facts.hold()
+        handle.remove()
+        assert refuse_hooks(optimizer) is None
+        assert facts.hold()
 
 
 def test_a_replaced_step_method() -> None:
     _, optimizer = pair()
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert refuse_hooks(optimizer) is None, "a scheduler patches step only to count its calls"
+    facts = held(hook_facts(optimizer))
+    with mock.patch.object(torch.optim.Adam, "step"):
+        assert refuse_hooks(optimizer) is not None
+        assert not facts.hold()
+    held(hook_facts(optimizer))
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
     refusal = refuse_hooks(optimizer)
     assert refusal is not None
     assert "step was replaced" in refusal.reason
+    assert not facts.hold()

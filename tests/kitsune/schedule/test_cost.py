@@ -18,12 +18,12 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitsune.capture.trace import trace
+from kitsune.graph.signature import signature
 from kitsune.plan import Costs, Task, TaskGraph
 from kitsune.schedule import measure as measure_module
 from kitsune.schedule.analytic import Work, launches, work
 from kitsune.schedule.cost import analytic_cost, analytic_costs, measured_cost, measured_costs
 from kitsune.schedule.limits import cpu_limits, cuda_limits, device_limits
-from kitsune.graph.signature import signature
 from kitsune.timing import CostCache
 
 H200 = cuda_limits("H200", (9, 0))
