@@ -113,7 +113,7 @@ def option_names() -> set[str]:
 
 
 def cache_dir() -> Path | None:
-    """Where Kitsune keeps what it has measured; None for a user without a home directory.
+    """Where Kitsune keeps what it has measured and built; None for a user without a home directory.
 
     `KITSUNE_CACHE_DIR`, else `kitsune` in the user's cache directory: `XDG_CACHE_HOME`, which counts
     only if it is absolute, as its specification says, else `~/.cache`.

@@ -6,36 +6,60 @@ the functions that are called here.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import _C
 
+from kitsune.native.facts import Fact, result
+
+Reading = tuple[Callable[..., Hashable], tuple[Any, ...]]
+"""A function that reads a switch, and its arguments."""
+
 
 def ambient(device: torch.device) -> Hashable:
     """What is switched on at present, as far as it concerns operators on `device`."""
+    return tuple([read(*args) for read, args in _readings(device)])
+
+
+def ambient_facts(device: torch.device) -> list[Fact]:
+    """That all of it is as it is."""
+    return [result(read, *args) for read, args in _readings(device)]
+
+
+def _readings(device: torch.device) -> tuple[Reading, ...]:
+    """What is to be read at present: autocast has a dtype only where it is on."""
     kind = device.type
-    common = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        _C._get_deterministic_algorithms(),
-        torch.get_default_dtype(),
+    if not torch.is_autocast_enabled(kind):
+        return _switches(kind)
+    return (torch.get_autocast_dtype, (kind,)), *_switches(kind)
+
+
+@cache
+def _switches(kind: str) -> tuple[Reading, ...]:
+    common: tuple[Reading, ...] = (
+        (torch.is_autocast_enabled, (kind,)),
+        (torch.is_grad_enabled, ()),
+        (torch.is_inference_mode_enabled, ()),
+        (_C._get_deterministic_algorithms, ()),
+        (torch.get_default_dtype, ()),
     )
     if kind != "cuda":
         return common
     return (
         *common,
-        _C._get_fp32_precision_getter("cuda", "matmul"),
-        _C._get_fp32_precision_getter("cuda", "conv"),
-        _C._get_fp32_precision_getter("cuda", "rnn"),
-        _C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        _C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        _C._get_cudnn_enabled(),
-        _C._get_cudnn_benchmark(),
-        _C._get_cudnn_deterministic(),
-        _C._get_flash_sdp_enabled(),
-        _C._get_mem_efficient_sdp_enabled(),
-        _C._get_math_sdp_enabled(),
-        _C._get_cudnn_sdp_enabled(),
+        (_C._get_fp32_precision_getter, ("cuda", "matmul")),
+        (_C._get_fp32_precision_getter, ("cuda", "conv")),
+        (_C._get_fp32_precision_getter, ("cuda", "rnn")),
+        (_C._get_cublas_allow_fp16_reduced_precision_reduction, ()),
+        (_C._get_cublas_allow_bf16_reduced_precision_reduction, ()),
+        (_C._get_cudnn_enabled, ()),
+        (_C._get_cudnn_benchmark, ()),
+        (_C._get_cudnn_deterministic, ()),
+        (_C._get_flash_sdp_enabled, ()),
+        (_C._get_mem_efficient_sdp_enabled, ()),
+        (_C._get_math_sdp_enabled, ()),
+        (_C._get_cudnn_sdp_enabled, ()),
     )

@@ -11,8 +11,10 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -21,14 +23,34 @@ from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo.variables.misc import RandomVariable
 
+from kitsune.capture.reads import reads_of
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
+from kitsune.native.facts import Fact, attribute, result
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
-
 _CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """When a function of `args` and `kwargs` would only run its graph again, and on what.
+
+    Attributes:
+        facts: must hold, before the guards are asked.
+        guards: Dynamo's, about the function's variables by name; they hold if it returns True.
+        variables: what the guards must be told beside the arguments.
+        names: the variables of the two arguments.
+        sources: see `Reads`.
+    """
+
+    facts: tuple[Fact, ...]
+    guards: Callable[[dict[str, Any]], bool]
+    variables: dict[str, Any]
+    names: tuple[str, str]
+    sources: tuple[object, ...]
 
 
 class GuardedFunction:
@@ -92,6 +114,13 @@ class GuardedFunction:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
 
+    def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
+        """What would make another call with `args` and `kwargs` pass the same objects to the graph as this one did.
+
+        None where calls do more than to run the graph and to return its result, or where that cannot be told.
+        """
+        return None if self._direct is None else self._direct.repetition(args, kwargs)
+
     def _on_call(self, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
         self._thread.ran = True
         run = self._run()
@@ -147,6 +176,19 @@ class _Direct:
             return False
         return bool(self._guards.check(local))
 
+    def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
+        """See `GuardedFunction.repetition`."""
+        reads = reads_of(self.run, args, tuple(kwargs))
+        if reads is None or len(self._names) != 2 or self._guards.cache_entry is None:
+            return None
+        return Repetition(
+            facts=(attribute(self._guards, "cache_entry"), *reads.facts),
+            guards=self._guards.root.check,
+            variables={name: cell.cell_contents for name, cell in self._free},
+            names=(self._names[0], self._names[1]),
+            sources=reads.sources,
+        )
+
 
 def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[Any]]]:
     """Dynamo keeps backends and what they return for ever, so these must not keep `guarded` alive."""
@@ -177,6 +219,15 @@ def refuse_dynamo() -> Refusal | None:
     if config.disable or eval_frame._stance.stance != "default":
         return Refusal("torch.compile is switched off or under a stance that forbids compiling")
     return None
+
+
+def dynamo_facts() -> list[Fact]:
+    """That `torch.compile` is switched on or off as it is."""
+    # Reading `config.disable` takes as long as thirty other facts. Of what it looks at, this alone can change.
+    option = vars(config)["_config"]["disable"]
+    is_variable = isinstance(option.user_override, ContextVar)
+    disable = result(option.user_override.get) if is_variable else attribute(option, "user_override")
+    return [disable, attribute(eval_frame, "_stance"), attribute(eval_frame._stance, "stance")]
 
 
 @contextmanager

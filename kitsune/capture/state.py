@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from kitsune.capture.trace import same_layout
 from kitsune.capture.update_rules import Rule, rule_for
 from kitsune.errors import Refusal, RefusedError
+from kitsune.native.facts import Fact, attribute, contents, item, members, result
 
 Style = Literal["fused", "composed"]
 
@@ -53,6 +54,29 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
     if any(hooks):
         return Refusal("the optimizer has step hooks, which a replay would not run")
     return None
+
+
+def hook_facts(optimizer: torch.optim.Optimizer) -> list[Fact]:
+    """What must stay for `refuse_hooks` to answer as it does."""
+    own, kind = attribute(optimizer, "__dict__"), attribute(optimizer, "__class__")
+    steps = [result(own.expected.get, "step"), attribute(kind.expected, "step")]
+    hooks = [
+        attribute(optimizer, "_optimizer_step_pre_hooks"),
+        attribute(optimizer, "_optimizer_step_post_hooks"),
+        attribute(torch_optimizer, "_global_optimizer_pre_hooks"),
+        attribute(torch_optimizer, "_global_optimizer_post_hooks"),
+    ]
+    wrappers = [wrapper for step in steps for wrapper in _wrapper_facts(step.expected)]
+    return [own, kind, *steps, *wrappers, *hooks, *(contents(fact.expected) for fact in hooks)]
+
+
+def _wrapper_facts(function: Any) -> list[Fact]:
+    """That `inspect.unwrap` finds what it finds."""
+    facts = []
+    while hasattr(function, "__wrapped__"):
+        facts.append(attribute(function, "__wrapped__"))
+        function = function.__wrapped__
+    return facts
 
 
 @dataclass
@@ -144,6 +168,7 @@ class Binding:
         self._latest_state: list[tuple[Any, ...]] | None = None
         self._state_tensors = [tensor for _, tensors in self._watched for _, tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._state_tensors]
+        self._counted = (*self.params, *self._host_steps)  # tensors whose versions an update counts
         self._write_scalars()
 
     @staticmethod
@@ -197,10 +222,49 @@ class Binding:
             return "the optimizer's state"
         if [tensor.data_ptr() for tensor in self._state_tensors] != self._addresses:
             return "the optimizer's state"
-        if not all(mirror.refresh() for mirror in self._mirrors.values()):
+        if not self.follow_counts():
             return "the optimizer's step counts"
         self._write_scalars()
         return None
+
+    def facts(self) -> list[Fact] | None:
+        """What must stay for `refresh` to have nothing to do but to follow step counts and numbers.
+
+        None if it would have to look closer: at options that may change in place.
+        """
+        groups, states = self._groups(), self._optimizer.state
+        options = [item(group, name) for group in groups for name in group if name != "params"]
+        fixed = [option for option in options if not self._is_live(option)]
+        if not all(_is_constant(option.expected) for option in fixed):
+            return None
+        return [
+            attribute(self._optimizer, "param_groups"),
+            members(groups),
+            *(item(group, "params") for group in groups),
+            *(members(group["params"]) for group in groups),
+            *fixed,
+            attribute(self._optimizer, "state"),
+            contents(states),
+            *(contents(state) for state in states.values()),
+            *(result(tensor.data_ptr) for tensor in self._state_tensors),
+        ]
+
+    def number_facts(self) -> list[Fact] | None:
+        """What must stay, beside `facts`, for the numbers of the latest step; None if they may change in place."""
+        options = [item(group, name) for group in self._groups() for name in group if name != "params"]
+        live = [option for option in options if self._is_live(option)]
+        return live if all(_is_constant(option.expected) for option in live) else None
+
+    def follow_numbers(self) -> bool:
+        """Makes the numbers those of the coming step; False if they select other code than was captured."""
+        if self._select() != self._selection:
+            return False
+        self._write_scalars()
+        return True
+
+    def follow_counts(self) -> bool:
+        """Makes the step counts those of the coming step; False if they no longer agree."""
+        return not self._mirrors or all(mirror.refresh() for mirror in self._mirrors.values())
 
     def advance(self, skipped: bool = False) -> None:
         """What `optimizer.step()` does on the host: counts, and tells schedulers and autograd that it ran."""
@@ -209,7 +273,7 @@ class Binding:
             return
         for mirror in self._mirrors.values():
             mirror.advance()
-        torch.autograd.graph.increment_version([*self.params, *self._host_steps])
+        torch.autograd.graph.increment_version(self._counted)
 
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
@@ -241,6 +305,13 @@ class Binding:
                 if not all(same_layout(tensor, param) for tensor in tensors):
                     return False
         return True
+
+    def _is_live(self, option: Fact) -> bool:
+        """Whether an option in a group is written into the graph's inputs, rather than a part of the graph."""
+        if self.style == "fused":
+            return bool(option.key == "lr")
+        parts = option.expected if isinstance(option.expected, tuple) else (option.expected,)
+        return all(isinstance(part, (int, float, torch.Tensor)) and not isinstance(part, bool) for part in parts)
 
     def _groups(self) -> list[dict[str, Any]]:
         """The groups as they are now: `load_state_dict` replaces their dictionaries."""
@@ -362,3 +433,10 @@ class Binding:
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _is_constant(value: object) -> bool:
+    """Whether `value` stays equal as long as it is the same object."""
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (bool, int, float, str)

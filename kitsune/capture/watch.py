@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.utils._device import DeviceContext
 
-from kitsune.capture.frontend import is_compiled, refuse_dynamo
+from kitsune.capture.frontend import dynamo_facts, is_compiled, refuse_dynamo
 from kitsune.errors import Refusal
+from kitsune.native.facts import Fact, attribute, contents, result
 
 _GLOBAL_HOOKS = (
     torch_module._global_forward_pre_hooks,
@@ -44,6 +45,21 @@ def refuse_surroundings() -> Refusal | None:
     return refuse_dynamo()
 
 
+def surrounding_facts() -> list[Fact]:
+    """What must stay for `refuse_surroundings` to answer as it does."""
+    modes = range(torch._C._len_torch_function_stack())
+    return [
+        *(contents(hooks) for hooks in _GLOBAL_HOOKS),
+        result(torch._C._len_torch_dispatch_stack),
+        result(torch._C._len_torch_function_stack),
+        *(result(torch._C._get_function_stack_at, place) for place in modes),
+        result(torch.is_anomaly_enabled),
+        result(torch._C._autograd._top_saved_tensors_default_hooks, True),
+        attribute(forward_ad, "_current_level"),
+        *dynamo_facts(),
+    ]
+
+
 def refuse_function_modes() -> Refusal | None:
     """None if no mode is active that would see even the attributes of tensors that Kitsune reads."""
     for place in range(torch._C._len_torch_function_stack()):
@@ -66,6 +82,13 @@ def refuse_parameter_hooks(params: Iterable[torch.Tensor]) -> Refusal | None:
             shape = tuple(param.shape)
             return Refusal(f"a parameter of shape {shape} has a gradient hook, which a replay would not run")
     return None
+
+
+def parameter_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:
+    """What must stay for `refuse_parameter_hooks` to answer as it does."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    facts = [attribute(param, name) for param in params for name in names]
+    return [*facts, *(contents(fact.expected) for fact in facts if fact.expected is not None)]
 
 
 def refuse_module(module: torch.nn.Module) -> Refusal | None:

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from kitsune.errors import RefusedError
-from kitsune.execution.cuda_graph import CudaGraph
-from kitsune.execution.in_order import InOrder, Outputs
+from kitsune.execution.in_order import Outputs
 from kitsune.loop.recording import Recording
+from kitsune.native.facts import Fact
 
 # Batches in a ring (of a prefetcher, of an allocator that hands out what was just given back) come back to few places.
 # Some more are passed through when the host and the device change their pace.
@@ -50,6 +50,7 @@ class ByAddress:
         RefusedError: not even the recording that copies can be made.
 
     Attributes:
+        executor: what runs the step where inputs are copied.
         recording_seconds: wall time spent on recordings in the midst of replays.
     """
 
@@ -58,6 +59,7 @@ class ByAddress:
     ) -> None:
         self._record, self._copied, self._is_worthwhile = record, sorted(copied), is_worthwhile
         self._copying = record(inputs, in_place=())
+        self.executor = self._copying.executor
         self._at: dict[tuple[int, ...], Recording] = {}
         self.recording_seconds = 0.0
         self.restart()
@@ -70,14 +72,13 @@ class ByAddress:
         self._sightings: dict[tuple[int, ...], int] = {}
         self._looking = self.executor.keeps_outputs  # others use their inputs where they lie anyway
 
-    @property
-    def executor(self) -> InOrder | CudaGraph:
-        """What runs the step where inputs are copied."""
-        return self._copying.executor
-
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
         """As `Recording.fits`."""
         return self._copying.fits(inputs)
+
+    def facts(self, count: int) -> list[Fact]:
+        """As `Recording.facts`."""
+        return self._copying.facts(count)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         if not self._looking and not self._at:

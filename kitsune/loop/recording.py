@@ -19,6 +19,7 @@ from kitsune.execution.lanes import lanes_for
 from kitsune.execution.lower import Lowered
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow, liveness
+from kitsune.native.facts import Fact, attribute, result
 
 
 class Recording:
@@ -104,6 +105,12 @@ class Recording:
             and [tensor.data_ptr() for tensor in tensors] == self._addresses[:count]
             and [tensor.requires_grad for tensor in tensors] == self._trained[:count]
         )
+
+    def facts(self, count: int) -> list[Fact]:
+        """What must stay, beside the stable ones among the first `count` inputs, for these to fit as they do."""
+        tensors = self._tensors[: bisect.bisect_left(self._stable, count)]
+        places = [result(tensor.data_ptr) for tensor in tensors]
+        return [*places, *(attribute(tensor, "requires_grad") for tensor in tensors)]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         return self.executor(inputs)

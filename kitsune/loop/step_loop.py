@@ -61,10 +61,11 @@ class StepLoop:
         Raises:
             KitsuneError: another thread is in the midst of one; replays of both would write the same memory.
         """
-        if not self._is_idle.acquire(blocking=False):
+        if not self._is_idle.acquire(False):
             raise KitsuneError("the training step is called while another call of it runs; calls must not overlap")
         try:
-            return self._run(args, kwargs)
+            loss = None if self._latest is None else self._latest.repeat(args, kwargs)
+            return self._run(args, kwargs) if loss is None else loss
         finally:
             self._is_idle.release()
 

@@ -31,6 +31,7 @@ from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
+from kitsune.loop.shortcut import Shortcut
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
 from kitsune.plan.plan import Span
@@ -40,6 +41,9 @@ from kitsune.timing.stopwatch import stopwatch
 
 # What copies must take of a step before others are recorded that do without them.
 _WORTHWHILE = 0.003
+
+_FREE_SHORTCUTS = 4
+_REPLAYS_PER_SHORTCUT = 100
 
 # A step that has to be captured again and again is not tried again and again.
 _REPLAYS_BEFORE_MORE_TRIALS = 1000
@@ -82,6 +86,9 @@ class WholeStep(GuardedStep):
         self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
         self._trained_ids: list[int] = []
+        self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
+        self._shortcut: Shortcut | None = None
+        self._num_shortcuts = 0  # so far
         self._thread = threading.local()  # its `spans` are filled by the next run of the thread, which does no more
 
     @property
@@ -131,6 +138,38 @@ class WholeStep(GuardedStep):
             for place, (planned, measured) in enumerate(timed)
         )
 
+    def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        try:
+            done, loss = super().replay(args, kwargs)
+            if done:
+                self._shortcut = self._find_shortcut(args, kwargs)
+            return done, loss
+        finally:
+            self._flat = ()
+
+    def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Answers a call as `replay` would, in a shorter way; None, with nothing done, where that cannot be.
+
+        To be called for the loop's latest step only.
+        """
+        shortcut = self._shortcut
+        inputs = None if shortcut is None else shortcut.inputs(args, kwargs)
+        if inputs is None:
+            return None
+        self.follows_itself = True
+        try:
+            outputs = self._answer(inputs)
+        except RefusedError as error:
+            self._decline(error)
+            return None
+        if self._spec.keep_grads:
+            self._leave_gradients(outputs)
+        if self._is_reopened:
+            self._shortcut = None
+        self.replays += 1
+        self.declined = None
+        return outputs[0]
+
     def describe(self) -> tuple[str, str]:
         mode, reason = super().describe()
         if mode != "replay" or self._contest is None:
@@ -146,6 +185,7 @@ class WholeStep(GuardedStep):
             self._contest.release()
         self._contest = self._program = None
         self._in_order = self._others = None
+        self._shortcut = None
         self._trained = []
 
     def _refuse_call(self) -> Refusal | None:
@@ -174,19 +214,56 @@ class WholeStep(GuardedStep):
         if spans is not None:
             spans += self._measure_spans(contest.place, inputs)
             return [torch.empty((), device=inputs[0].device)]
+        self._flat = flat
+        outputs = self._answer(inputs)
+        if self._phase == "accumulate":
+            self._accumulators.added(program.params)
+        self._leave_gradients(outputs)
+        return outputs[:1]
+
+    def _answer(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Replays the step; its outputs are the caller's."""
+        contest, program = self._contest, self._program
+        assert contest is not None and program is not None
         outputs = self._replay_fastest(contest, inputs)
         self._since_capture += 1
         if contest.winner.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
-        self._account(program)
-        if self._phase == "accumulate":
-            self._accumulators.added(program.params)
+        if program.binding is not None:
+            program.binding.advance(_is_skipped(program))
+        return outputs
+
+    def _leave_gradients(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Leaves in `.grad` what the step is to leave there; most often nothing."""
+        assert self._program is not None
         for param in self._trained:
             if param.grad is not None:
                 param.grad = None
-        for param, grad in zip(program.params, outputs[1:], strict=False):
+        for param, grad in zip(self._program.params, outputs[1:], strict=False):
             param.grad = grad
-        return outputs[:1]
+
+    def _find_shortcut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shortcut | None:
+        """A shorter way to repeat the call that was just replayed, if there is one.
+
+        Making one takes as long as some replays in the long way do, so that it must not happen at each of them.
+        """
+        contest, program, shortcut = self._contest, self._program, self._shortcut
+        chosen = self.chooser.settled and self.chooser.refusal is None and not self._is_reopened
+        if not chosen or self._spec.accumulate > 1:
+            return None
+        assert self._guarded is not None and contest is not None and program is not None
+        if shortcut is not None and shortcut.inputs(args, kwargs) is not None:  # the loop has been at other steps
+            return shortcut
+        if self._num_shortcuts >= _FREE_SHORTCUTS + self.replays // _REPLAYS_PER_SHORTCUT:
+            return None
+        self._num_shortcuts += 1
+        started = time.perf_counter()
+        shortcut = Shortcut.of(self._guarded, self._spec, program, contest.winner, args, kwargs)
+        self.setup_seconds += time.perf_counter() - started
+        if shortcut is None or self._refuse_call() is not None or self._changed(self._flat) is not None:
+            return None
+        inputs = shortcut.inputs(args, kwargs)
+        return shortcut if inputs is not None and _same(inputs, [*self._flat, *program.state]) else None
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
@@ -203,6 +280,7 @@ class WholeStep(GuardedStep):
         self._since_capture = 0
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
+        self._others = None if self._num_streams() > 1 or self._fuses() else ()
 
     def _maker(self, program: StepProgram, record: Record) -> Callable[[Sequence[torch.Tensor]], ByAddress]:
         def make(inputs: Sequence[torch.Tensor]) -> ByAddress:
@@ -223,12 +301,13 @@ class WholeStep(GuardedStep):
         return self._in_order, *(self._others or ())
 
     def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
-        if self._may_try_others():
+        if self._others is None and self._may_try_others():
             self._consider_others(contest, inputs)
         if self._is_reopened and self.chooser.settled:
             self._is_reopened = False
             _clear(self._memory, inputs[0].device)  # the eager steps have left some
-        settled, recorded = contest.settled, contest.winner.recording_seconds
+        settled, winner = contest.settled, contest.winner
+        recorded = winner.recording_seconds
         try:
             outputs = contest(inputs, follows=self.follows_itself)
         except RefusedError:
@@ -237,7 +316,9 @@ class WholeStep(GuardedStep):
         except BaseException:  # an interrupt, perhaps in the midst of a recording
             self.release()
             raise
-        self.setup_seconds += contest.take_making_seconds() + max(0.0, contest.winner.recording_seconds - recorded)
+        if contest.trying or contest.settled != settled:
+            self.setup_seconds += contest.take_making_seconds()
+        self.setup_seconds += winner.recording_seconds - recorded
         if contest.settled != settled:
             self._choice = _choice(self._plans()[contest.place])
             self.chooser.reopen()
@@ -261,9 +342,7 @@ class WholeStep(GuardedStep):
         """Whether replay has proved faster than eager, and other plans have yet to be tried."""
         if self._others is not None or not self.chooser.settled:
             return False
-        if self._budget.captures > 1 and self._since_capture < _REPLAYS_BEFORE_MORE_TRIALS:
-            return False
-        return self._num_streams() > 1 or self._fuses()
+        return self._budget.captures == 1 or self._since_capture >= _REPLAYS_BEFORE_MORE_TRIALS
 
     def _num_streams(self) -> int:
         return 1 if refuse_streams(self._trained[0].device) is not None else self._config.max_streams()
@@ -320,11 +399,12 @@ class WholeStep(GuardedStep):
         trained = list(map(id, self._spec.params()))
         return None if trained == self._trained_ids else "the parameters to be trained"
 
-    def _account(self, program: StepProgram) -> None:
-        if program.binding is None:
-            return
-        skipped = program.found_inf is not None and program.binding.needs_skip() and bool(program.found_inf.item())
-        program.binding.advance(skipped)
+
+def _is_skipped(program: StepProgram) -> bool:
+    """Whether the latest replay left everything as it was for an overflow, as far as the host has to know."""
+    if program.found_inf is None or program.binding is None or not program.binding.needs_skip():
+        return False
+    return bool(program.found_inf.item())
 
 
 def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:

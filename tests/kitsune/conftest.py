@@ -2,12 +2,14 @@
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
 
 from kitsune.fallback import Chooser
+from kitsune.loop.whole_step import WholeStep
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
 
@@ -62,3 +64,26 @@ def replay_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Chooser, "_settle", settle)
     monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call that a `WholeStep` was asked to repeat in the short way, whether it did."""
+    answers: list[bool] = []
+    repeat = WholeStep.repeat
+
+    def watched(step: WholeStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        answers.append(False)
+        loss = repeat(step, args, kwargs)
+        answers[-1] = loss is not None
+        return loss
+
+    monkeypatch.setattr(WholeStep, "repeat", watched)
+    return answers
+
+
+@pytest.fixture
+def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[None]:
+    """Demands that the short way is in use, where the test is of a `TrainStep`."""
+    yield
+    assert any(taken) == (request.node.callspec.params.get("form", "train_step") == "train_step")

@@ -64,6 +64,7 @@ def test_inputs_with_other_strides(form: str) -> None:
     compare(form, steps=10, batches=batches, replays=6)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_training_and_evaluation_mode(form: str) -> None:
     def edit(training: Training, index: int) -> None:
         training.model.train(index % 3 != 2)
@@ -71,6 +72,7 @@ def test_training_and_evaluation_mode(form: str) -> None:
     compare(form, norm_and_dropout, steps=12, edit=edit, replays=7)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_one_layer_goes_to_evaluation_mode(form: str) -> None:
     compare(form, norm_and_dropout, steps=8, edit=at(4, lambda training: training.model.norm.eval()), replays=5)
 
@@ -117,6 +119,7 @@ def set_option(name: str, value: Any) -> Callable[[Training], None]:
     return change
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -132,6 +135,7 @@ def test_a_hyperparameter_of_adam(form: str, name: str, value: object) -> None:
     compare(form, steps=8, edit=at(4, set_option(name, value)), replays=4, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -152,6 +156,7 @@ def test_a_hyperparameter_of_sgd(form: str, name: str, value: object) -> None:
     compare(form, build, steps=8, edit=at(4, set_option(name, value)), replays=4, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_hyperparameter_that_changes_at_every_step(form: str) -> None:
     def edit(training: Training, index: int) -> None:
         training.optimizer.param_groups[0]["betas"] = (0.9 - 0.05 * index, 0.99 - 0.01 * index)
@@ -159,6 +164,7 @@ def test_a_hyperparameter_that_changes_at_every_step(form: str) -> None:
     compare(form, steps=10, edit=edit, replays=6, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_learning_rate_that_is_a_tensor(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
@@ -170,6 +176,7 @@ def test_a_learning_rate_that_is_a_tensor(form: str) -> None:
     compare(form, build, steps=6, edit=edit)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_groups_with_learning_rates_of_their_own(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
@@ -183,6 +190,7 @@ def test_groups_with_learning_rates_of_their_own(form: str) -> None:
     compare(form, build, edit=edit)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_parameter_group_is_added(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
@@ -208,6 +216,7 @@ def test_a_parameter_group_is_added(form: str) -> None:
 # Saved and loaded state
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("make", [adam, sgd, lambda model: sgd(model, momentum=0.0)], ids=["adam", "momentum", "sgd"])
 def test_the_optimizer_loads_an_earlier_state(form: str, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -226,6 +235,7 @@ def test_the_optimizer_loads_an_earlier_state(form: str, make: Callable[[nn.Modu
     compare(form, build, steps=9, edit=edit, replays=5)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_the_model_loads_an_earlier_state(form: str) -> None:
     def edit(training: Training, index: int) -> None:
         if index == 2:
@@ -238,6 +248,7 @@ def test_the_model_loads_an_earlier_state(form: str) -> None:
     compare(form, norm_and_dropout, steps=9, edit=edit)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_the_model_is_assigned_other_tensors(form: str) -> None:
     def edit(training: Training, index: int) -> None:
         if index == 4:
@@ -307,6 +318,7 @@ def state_cleared(training: Training) -> None:
     training.optimizer.state.clear()
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     "change",
     [
@@ -346,6 +358,7 @@ def dropout_probability(training: Training) -> None:
     training.model.drop.p = 0.1
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     "change", [buffer_in_place, buffer_replaced, statistics_reset, momentum_of_norm, dropout_probability]
 )
@@ -356,6 +369,7 @@ def test_an_edit_of_buffers_and_layers(form: str, change: Callable[[Training], N
 # Which parameters are trained
 
 
+@pytest.mark.usefixtures("short_way")
 def test_parameters_are_frozen_and_unfrozen(form: str) -> None:
     def edit(training: Training, index: int) -> None:
         if index in (3, 7):
@@ -447,10 +461,12 @@ def test_tied_parameters(form: str) -> None:
 # What the model's Python code depends on
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_module_attribute(form: str) -> None:
     compare(form, steps=9, edit=at(4, lambda training: setattr(training.model, "gain", 0.3)), replays=5)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_tensor_attribute(form: str) -> None:
     class Weighted(Net):
         scale = torch.tensor(1.0)
@@ -471,6 +487,7 @@ def test_a_tensor_attribute(form: str) -> None:
     compare(form, build, steps=9, edit=edit, replays=4)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_variable_of_the_loss_closure(form: str) -> None:
     smoothing = 0.0
 
@@ -489,6 +506,7 @@ class GlobalGain(Net):
         return super().forward(x) * GLOBAL_GAIN
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_global_variable(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = GlobalGain()
@@ -500,6 +518,7 @@ def test_a_global_variable(form: str) -> None:
     compare(form, build, steps=9, edit=edit, replays=5)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_a_method_is_patched(form: str) -> None:
     def change(training: Training) -> None:
         training.model.first.forward = lambda x: functional.linear(x, training.model.first.weight) * 0.5
@@ -507,6 +526,7 @@ def test_a_method_is_patched(form: str) -> None:
     compare(form, steps=9, edit=at(4, change), replays=4)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_an_activation_function_is_swapped(form: str) -> None:
     class Activated(Net):
         activation = staticmethod(torch.relu)
@@ -523,6 +543,7 @@ def test_an_activation_function_is_swapped(form: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("short_way")
 def test_deterministic_algorithms_are_asked_for(form: str) -> None:
     def edit(_training: Training, index: int) -> None:
         torch.use_deterministic_algorithms(3 <= index < 6)
@@ -533,6 +554,7 @@ def test_deterministic_algorithms_are_asked_for(form: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.usefixtures("short_way")
 def test_dropout_draws_another_mask_at_each_step(form: str) -> None:
     """The comparison with eager shows the masks; here, that equal inputs meet different ones."""
 

@@ -43,6 +43,7 @@ def halved(value: Tensor) -> Tensor:
     return value * 0.5
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("kind", HOOKS)
 @pytest.mark.parametrize("form", FORMS)
@@ -122,6 +123,7 @@ def test_a_hook_on_a_layer_that_came_in_mid_training(form: str, kind: str) -> No
     compare(form, steps=12, edit=edit, replays=4)
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_post_accumulate_hook(form: str) -> None:
     """It sees each gradient once; nothing it does is lost."""
@@ -137,6 +139,7 @@ def test_a_post_accumulate_hook(form: str) -> None:
     compare(form, steps=8, edit=edit, replays=3)
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scope", ["own", "global"])
 def test_optimizer_step_hooks(form: str, scope: str) -> None:

@@ -85,6 +85,7 @@ def compare_scaled(
     return training
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     "make", [adam, sgd, lambda model: adam(model, fused=None)], ids=["fused adam", "fused sgd", "adam"]
 )
@@ -110,6 +111,7 @@ def test_a_schedule_beside_a_scaler(form: str) -> None:
     compare_scaled(form, edit=edit, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("change", ["growth_interval", "growth_factor", "backoff_factor", "scale", "state"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_scaler_is_changed_in_mid_training(form: str, change: str) -> None:

@@ -60,6 +60,7 @@ def test_no_scheduler_is_left_out() -> None:
     assert present - {"LRScheduler"} == SCHEDULERS.keys() - {"SWALR"}
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("form", FORMS)
@@ -80,6 +81,7 @@ def test_a_scheduler_steers_sgd(form: str, name: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("form", FORMS)
 def test_one_cycle_steers_the_betas_of_adam(form: str) -> None:

@@ -68,6 +68,7 @@ SWITCHES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("form", FORMS)
 def test_training_while_torch_compile_is_switched_off(form: str, switch: str) -> None:
@@ -119,6 +120,7 @@ def test_a_model_called_by_several_threads() -> None:
     assert failures == []
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_dispatch_mode_sees_every_operator(form: str) -> None:
     def edit(training: Training, index: int) -> None:
@@ -180,6 +182,7 @@ class Counting(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_function_mode_sees_every_function(form: str) -> None:
     counted: dict[str, int] = {}
@@ -196,6 +199,7 @@ def test_a_function_mode_sees_every_function(form: str) -> None:
     assert counted[form] == counted["eager"] == 4
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
 @pytest.mark.parametrize("form", FORMS)
 def test_anomaly_detection(form: str) -> None:
@@ -358,6 +362,7 @@ def test_a_checkpoint_around_the_model() -> None:
     compare("drop_in", lambda: (model := Net(dropout=0.5), adam(model)), loop=loop, steps=8, replays=0)
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 def test_saved_tensor_hooks(form: str) -> None:
     packed = {"eager": 0, form: 0}
@@ -464,6 +469,7 @@ def test_a_new_optimizer_replaces_an_old_one() -> None:
 # The surroundings of the optimizer
 
 
+@pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_patched_step_method(form: str) -> None:
     """Some libraries wrap `optimizer.step` on the instance."""

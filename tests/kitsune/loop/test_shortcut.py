@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 
+from kitsune.capture import ambient
 from kitsune.loop import shortcut as shortcut_module
 from kitsune.loop.recording import Recording
 from kitsune.loop.shortcut import Shortcut
-from kitsune.loop.whole_step import WholeStep
 from kitsune.native.build import facts_type
 from kitsune.native.facts import PythonFacts
 from tests.kitsune.training import Batch, Build, Net, Training, adam, batch, compare, net_and_adam, sgd
@@ -33,22 +33,6 @@ def _checker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(shortcut_module, "facts_type", lambda: PythonFacts)
     elif facts_type() is PythonFacts:
         pytest.skip("there is no C compiler")
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call that a `WholeStep` was asked to repeat, whether it did."""
-    answers: list[bool] = []
-    repeat = WholeStep.repeat
-
-    def watched(step: WholeStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-        answers.append(False)
-        loss = repeat(step, args, kwargs)
-        answers[-1] = loss is not None
-        return loss
-
-    monkeypatch.setattr(WholeStep, "repeat", watched)
-    return answers
 
 
 def places(taken: list[bool]) -> list[int]:
@@ -116,32 +100,27 @@ def test_kept_gradients_are_those_of_the_latest_step(taken: list[bool]) -> None:
     assert all(torch.equal(grad, other) for grad, other in zip(kept, before, strict=True)), "they are the user's"
 
 
-def test_a_scaler(taken: list[bool]) -> None:
-    """Its constants and its tensors are facts; an edited scale in place is read by the graph."""
-    losses = {}
-    for form in ("long", "short"):
-        torch.manual_seed(1)
-        model = Net()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        training = Training("train_step", model, adam(model), step={"grad_scaler": scaler})
-        seen = training.run(5)
-        scaler.set_growth_factor(3.0)
-        seen += training.run(5, start=5)
-        scaler._scale = scaler._scale * 2
-        seen += training.run(4, start=10)
-        losses[form] = (seen, float(scaler.get_scale()))
-        if form == "long":
-            assert places(taken)[:2] == [3, 4]
-            assert not taken[4]
-            assert not taken[9]
-            assert taken[8]
-            taken.clear()
-            shortcut_of = Shortcut.of
-            Shortcut.of = lambda *_: None  # type: ignore[method-assign,assignment]
-        else:
-            Shortcut.of = shortcut_of  # type: ignore[method-assign]
-            assert not any(taken)
-    assert losses["long"] == losses["short"]
+def losses_with_a_scaler() -> tuple[list[float], float]:
+    torch.manual_seed(1)
+    model = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    training = Training("train_step", model, adam(model), step={"grad_scaler": scaler})
+    losses = training.run(5)
+    scaler.set_growth_factor(3.0)
+    losses += training.run(5, start=5)
+    scaler._scale = scaler._scale * 2
+    losses += training.run(4, start=10)
+    return losses, float(scaler.get_scale())
+
+
+def test_a_scaler_whose_constants_and_tensors_are_replaced(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    short = losses_with_a_scaler()
+    assert {3, 4, 9} <= set(places(taken))
+    assert not {5, 10} & set(places(taken))
+    taken.clear()
+    monkeypatch.setattr(Shortcut, "of", lambda *_: None)
+    assert losses_with_a_scaler() == short
+    assert not any(taken)
 
 
 # What is changed before one step, which must not be answered by the short way
@@ -205,6 +184,11 @@ def frozen(training: Training) -> None:
     training.model.first.bias.requires_grad_(False)
 
 
+def evaluated(training: Training) -> None:
+    """Nothing in it looks at the mode, but it belongs to the signature."""
+    training.model.eval()
+
+
 def evaluated_part(training: Training) -> None:
     training.model.norm.eval()
 
@@ -238,6 +222,7 @@ CHANGES: dict[Change, Build] = {
     new_groups_list: net_and_adam,
     new_state_dictionary: net_and_adam,
     frozen: net_and_adam,
+    evaluated: net_and_adam,
     evaluated_part: norm_and_adam,
     buffer_elsewhere: norm_and_adam,
     buffer_missing: norm_and_adam,
@@ -255,6 +240,19 @@ def test_a_change_between_two_steps(taken: list[bool], change: Change) -> None:
 
     compare("train_step", CHANGES[change], steps=10, edit=edit, replays=4, rtol=2e-6, atol=1e-7)
     assert not taken[4], "the step after the change"
+
+
+def test_a_switch_that_dynamo_does_not_guard(taken: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA there are many of them."""
+    switch = {"is_on": False}
+    switches = ambient._switches
+    monkeypatch.setattr(ambient, "_switches", lambda kind: (*switches(kind), (switch.get, ("is_on",))))
+
+    def edit(_training: Training, index: int) -> None:
+        switch["is_on"] = index == 5
+
+    compare("train_step", steps=9, edit=edit, replays=7)
+    assert places(taken) == [3, 4, 7, 8]
 
 
 HARMLESS: list[Change] = [
