@@ -14,6 +14,7 @@ from torch import fx
 
 from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result, taken_from
+from kitsune.graph import dataflow
 from kitsune.kernels import batch_norm  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
@@ -32,7 +33,7 @@ def forward(node: fx.Node) -> Iterator[Match]:
         (other,) = (term for term in arguments(add)[:2] if term is not normal)
         if relu is not None:
             joined = taken_from(other, 0, aten.native_batch_norm.default)
-            if joined is not None and _is_forward(joined) and len(other.users) == 1:
+            if joined is not None and _is_forward(joined) and len(other.users) == 1 and _are_apart(node, joined):
                 yield _join(node, joined, add, relu)
             yield _forward(node, [add, relu], other, relu=True)
         yield _forward(node, [add], other, relu=False)
@@ -56,6 +57,14 @@ def backward(node: fx.Node) -> Iterator[Match]:
         else:
             yield from _relu_backward(node, masked)
     yield _backward(node, masked)
+
+
+def _are_apart(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two batch norms keep their running statistics in different memory: they would be updated at once."""
+    first, second = (
+        {storage for kept in dataflow.written(node) for storage in dataflow.storages(kept)} for node in (one, other)
+    )
+    return first.isdisjoint(second)
 
 
 def _is_forward(node: fx.Node) -> bool:
@@ -115,8 +124,8 @@ def _relu_backward(node: fx.Node, masked: fx.Node) -> Iterator[Match]:
     grad, y, _ = arguments(masked)
     made = taken_from(y, 0, kitsune.batch_norm.default)
     if made is not None:
-        x, residual, _, bias, *_ = arguments(made)
-        if x is arguments(node)[1] and residual is None:
+        _, residual, _, bias, *_ = arguments(made)
+        if residual is None and _normalized(made, 0, 1) == _saved(node):
             yield _backward(node, grad, masked=masked, bias=bias, given=[made])
     yield _backward(node, grad, masked=masked, y=y)
 
@@ -160,10 +169,11 @@ def _join_backward(node: fx.Node, other: fx.Node, masked: fx.Node) -> Iterator[M
     grad, y, _ = arguments(masked)
     made = taken_from(y, 0, kitsune.batch_norm_join.default)
     if made is not None:
-        a, _, bias_a, _, _, b, _, bias_b, *_ = arguments(made)
-        by_input = {arguments(one)[1]: one for one in (node, other)}
-        if by_input.keys() == {a, b}:
-            yield _join_backward_of([by_input[a], by_input[b]], grad, masked, None, (bias_a, bias_b), [made])
+        _, _, bias_a, _, _, _, _, bias_b, *_ = arguments(made)
+        saved = {_saved(one): one for one in (node, other)}
+        branches = [saved.get(_normalized(made, 0, 1)), saved.get(_normalized(made, 5, 3))]
+        if all(branches):
+            yield _join_backward_of(branches, grad, masked, None, (bias_a, bias_b), [made])
     yield _join_backward_of([node, other], grad, masked, y, (None, None))
 
 
@@ -188,6 +198,17 @@ def _saved(node: fx.Node) -> tuple[Any, ...]:
     """Input, weight, mean and inverse standard deviation, as the backward has them."""
     _, x, weight, _, _, mean, invstd, *_ = arguments(node)
     return x, weight, mean, invstd
+
+
+def _normalized(made: fx.Node, place: int, statistics: int) -> tuple[Any, ...]:
+    """As `_saved`, of a forward: its input at `place` among the arguments, its statistics among the results."""
+    x, weight = arguments(made)[place], arguments(made)[place + (2 if place == 0 and _has_residual(made) else 1)]
+    return x, weight, result(made, statistics), result(made, statistics + 1)
+
+
+def _has_residual(made: fx.Node) -> bool:
+    """Whether the second argument is a residual, or None in its place."""
+    return calls(made, kitsune.batch_norm.default)
 
 
 def _gradients(node: fx.Node) -> list[fx.Node | None]:

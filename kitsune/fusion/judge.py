@@ -23,9 +23,12 @@ _SECONDS = 0.1
 # Most of a trial is compiling the forms of a kernel.
 _TRIAL_SECONDS = 30.0
 
-# Both round differently: of the errors' norms, in units of the lowest precision, and in float32's sums.
-_ROUNDINGS = 8.0
+# Both round differently. Of the norm of a difference, relative to that of the result: a rounding of the lowest
+# precision costs a quarter of its epsilon, and the order of a sum matters to float32.
+_ROUNDINGS = 1.5
 _SUMS = 1e-4
+
+_NEVER_US = 1e11  # kept for what does not work
 
 
 @dataclass(frozen=True)
@@ -60,26 +63,36 @@ class Measured:
         self._deadline = time.monotonic() + limit_s
 
     def __call__(self, alone: Alone) -> Verdict:
-        modules = alone.before, alone.after
-        keys = [f"fusion {graph_signature(module.graph)}" for module in modules]
-        times = [self._cache.get(key) for key in keys]
-        if None in times:
-            if time.monotonic() > self._deadline:
+        key = "fusion " + " ".join(graph_signature(module.graph) for module in alone)
+        before_us, after_us = self._cache.get(f"{key} before"), self._cache.get(f"{key} after")
+        if before_us is None or after_us is None:
+            if self.is_late():
                 return Verdict("there was no time left to try it")
             try:
                 if not agree(alone, self._device):
-                    return Verdict("its results differ from those of what it would replace")
+                    return self._never(key, "its results differ from those of what it would replace")
                 inputs = examples(alone.given, self._device)
-                times = [self._time(module, inputs) for module in modules]
-            except (RuntimeError, ValueError) as error:  # no form of a kernel works here, or memory does not suffice
-                return Verdict(f"it failed: {first_line(error)}")
-            for key, us in zip(keys, times, strict=True):
-                assert us is not None
-                self._cache.put(key, us)
-        before_us, after_us = times
-        assert before_us is not None and after_us is not None
+                before_us, after_us = (self._time(module, inputs) for module in (alone.before, alone.after))
+            except torch.OutOfMemoryError:
+                return Verdict("there is too little memory to try it")
+            except Exception as error:  # noqa: BLE001 - Triton and its compilers fail in many ways
+                return self._never(key, f"it failed: {first_line(error)}")
+            self._cache.put(f"{key} before", before_us)
+            self._cache.put(f"{key} after", after_us)
+        if after_us == _NEVER_US:
+            return Verdict("it was tried before, and failed or gave other results")
         slower = after_us > _CLEARLY_FASTER * before_us
         return Verdict("it is not faster" if slower else None, before_us, after_us)
+
+    def is_late(self) -> bool:
+        """Whether the time for trials is up."""
+        return time.monotonic() > self._deadline
+
+    def _never(self, key: str, refusal: str) -> Verdict:
+        """Keeps others from trying what does not work."""
+        self._cache.put(f"{key} before", 0.0)
+        self._cache.put(f"{key} after", _NEVER_US)
+        return Verdict(refusal)
 
     def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
@@ -89,7 +102,7 @@ class Measured:
 def examples(given: fx.GraphModule, device: torch.device) -> Sequence[torch.Tensor]:
     """Inputs, equal at each call: of normal numbers, but for positive ones in scalars and vectors.
 
-    Integers are 0, which is a valid class, index and count.
+    Integers are 0, which is a valid class, index and count; half of the Booleans are true.
     """
     generator = torch.Generator(device).manual_seed(0)
     free = [_example(node.meta["val"], generator) for node in dataflow.placeholders(given.graph)]
@@ -102,7 +115,9 @@ def _example(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     device = generator.device
     size = [1 if stride == 0 else size for size, stride in zip(value.size(), value.stride(), strict=True)]
     made = torch.empty_strided(size, value.stride(), dtype=value.dtype, device=device)
-    if not value.dtype.is_floating_point:
+    if value.dtype == torch.bool:
+        made.copy_(torch.rand(size, generator=generator, device=device) < 0.5)
+    elif not value.dtype.is_floating_point:
         made.zero_()
     else:
         draw = torch.rand if value.dim() < 2 else torch.randn
@@ -115,18 +130,29 @@ def agree(alone: Alone, device: torch.device) -> bool:
     floats = [tensor.dtype for node in alone.before.graph.nodes for tensor in dataflow.tensors(node)]
     lowest = max((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=0.0)
     tolerance = max(_ROUNDINGS * lowest, _SUMS)
-    found = []
+    initial = examples(alone.given, device)
+    written = {*dataflow.written_inputs(alone.before.graph), *dataflow.written_inputs(alone.after.graph)}
+    results, changes = [], []
     for module in (alone.before, alone.after):
         inputs = examples(alone.given, device)
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            found.append([*module.forward(*inputs), *inputs])
-    return all(_error(one, other) <= tolerance for one, other in zip(*found, strict=True))
+            results.append(module.forward(*inputs))
+        changes.append([inputs[place].double() - initial[place].double() for place in sorted(written)])
+    same = all(_error(one, other) <= tolerance for one, other in zip(*results, strict=True))
+    return same and all(_error(one, other) <= tolerance + _SUMS for one, other in zip(*changes, strict=True))
 
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of `other`, relative to `one`, where they are not equal or both no numbers; infinite where one is no number."""
+    """Of `other`, relative to `one`, where they are not equal or both no numbers.
+
+    Infinite where only one is no number, where there are none but such, and for tensors of another kind.
+    """
+    if (one.dtype, one.size()) != (other.dtype, other.size()):
+        return float("inf")
     if one.numel() == 0:
         return 0.0
+    if one.is_floating_point() and bool(one.isnan().all()):
+        return float("inf")
     one, other = one.double(), other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     finite = torch.where(one.isfinite(), one, 0)

@@ -100,7 +100,7 @@ def refuse(match: Match) -> str | None:
     place = _place(match)
     if any(place <= node for node in match.inputs()):
         return "a result is used before all inputs are there"
-    return _refuse_moves(match.nodes, place)
+    return _refuse_moves(match.nodes, place) or _refuse_changes(match, place)
 
 
 def _place(match: Match) -> fx.Node:
@@ -122,6 +122,20 @@ def _refuse_moves(nodes: Sequence[fx.Node], place: fx.Node) -> str | None:
         for passing, (theirs, written) in effects.items():
             if (passing < node) == (node < place) and (writes & (theirs | written) or reads & written):
                 return f"{node.name} stands in between"
+    return None
+
+
+def _refuse_changes(match: Match, place: fx.Node) -> str | None:
+    """None if what the replacement reads besides is before `place` what it was when `given` ran."""
+    if not match.given:
+        return None
+    read = [*match.others, *(argument for node in match.given for argument in node.all_input_nodes)]
+    memory = {storage for node in read for storage in dataflow.storages(node)}
+    node = min(match.given)
+    while node.next is not place:
+        node = node.next
+        if node not in match.given and _effects(node)[1] & memory:
+            return f"{node.name} changes what the replacement reads"
     return None
 
 
@@ -199,17 +213,18 @@ def splice(graph: fx.Graph, match: Match) -> None:
             if name in node.meta:
                 stand_in.meta.setdefault(name, node.meta[name])
         node.replace_all_uses_with(stand_in)
-        _refresh_views(stand_in)
+        _refresh_aliases(stand_in)
     for node in reversed(match.nodes):
         graph.erase_node(node)
 
 
-def _refresh_views(node: fx.Node) -> None:
-    """Makes the values of views of `node` share its value's memory: who asks what overlaps looks there."""
+def _refresh_aliases(node: fx.Node) -> None:
+    """Makes the values of what aliases `node` share its value's memory: who asks what overlaps looks there."""
     for user in node.users:
-        if isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
-            user.meta["val"] = value(mode_of(node.graph), user.target, user.args, dict(user.kwargs))
-            _refresh_views(user)
+        target = user.target
+        if isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns):
+            user.meta["val"] = value(mode_of(node.graph), target, user.args, dict(user.kwargs))
+            _refresh_aliases(user)
 
 
 def _refuse_other(node: fx.Node, stand_in: fx.Node) -> None:
@@ -219,7 +234,7 @@ def _refuse_other(node: fx.Node, stand_in: fx.Node) -> None:
     if (one.dtype, one.size(), one.device) != (other.dtype, other.size(), other.device) or any(
         size > 1 and mine != theirs for size, mine, theirs in strides
     ):
-        raise ValueError(f"{node.name} is {_layout(one)}, what replaces it {_layout(other)}")
+        raise ValueError(f"a result is {_layout(one)}, what replaces it {_layout(other)}")
 
 
 def _layout(tensor: torch.Tensor) -> str:

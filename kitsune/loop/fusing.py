@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import operator
 import time
@@ -17,7 +18,7 @@ from kitsune.fusion.templates import TEMPLATES
 from kitsune.graph import dataflow
 from kitsune.passes import pipeline
 from kitsune.passes.channels_last import channels_last
-from kitsune.passes.regions import Fused, fuse_regions
+from kitsune.passes.regions import INDUCTOR, Fused, fuse_regions
 from kitsune.plan import Fusion
 from kitsune.timing import CostCache
 
@@ -49,11 +50,20 @@ def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, 
 def _fused(cleared: fx.GraphModule, device: torch.device, before: tuple[Fusion, ...]) -> Rewritten:
     """With operators fused where that is measured to be faster."""
     cache = CostCache.of(device)
-    judge = _Telling(Measured(device, cache))
-    result, fusions = FusionEngine(TEMPLATES, judge).fuse(cleared)
+    measured = Measured(device, cache)
+    judge = _Telling(measured)
     judged = _JudgedRegions(judge)
-    regions = fuse_regions(result, judge=judged)
-    cache.save()
+
+    def refuse(device: torch.device) -> Refusal | None:
+        return Refusal("there was no time left to try it") if measured.is_late() else INDUCTOR.refuse(device)
+
+    try:
+        result, fusions = FusionEngine(TEMPLATES, judge).fuse(cleared)
+        regions = fuse_regions(result, dataclasses.replace(INDUCTOR, refuse=refuse), judged)
+    finally:  # an interrupt, perhaps: what is known by now need not be found out again
+        note = cache.save()
+        if note is not None:
+            _log.info(note)
     return pipeline.run(regions.module, pipeline.FINISHING), (*before, *fusions, *judged.fusions(regions))
 
 

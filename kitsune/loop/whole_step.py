@@ -359,10 +359,14 @@ class WholeStep(GuardedStep):
         try:
             in_order = planning.in_order(program.module, inputs[0].device, inputs)
             others = planning.others(program.module, inputs, num_streams=self._num_streams(), fuse=self._fuses())
-        except RuntimeError as error:  # an operator that cannot be timed, or too little memory to do it
-            reason = f"planning failed ({first_line(error)}); the step is replayed as it was captured, on one stream"
+        except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
+            kind = type(error).__name__
+            reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed as captured, on one stream"
             self._log.do_without(Refusal(reason))
             return
+        except BaseException:  # an interrupt: they may be tried again
+            self._others = None
+            raise
         finally:
             self.setup_seconds += time.perf_counter() - started
         self._in_order = in_order

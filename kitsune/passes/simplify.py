@@ -15,13 +15,21 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of `module` without views that see the same elements in the same way as a value that is there already.
 
     Autograd leaves many: detached tensors, transposed ones that are transposed back, reshaped ones that keep their
-    shape. What is done with a value is easier to see without them.
+    shape. What is done with a value is easier to see without them. Values that are given another shape in place, and
+    their views, stay as they are.
     """
     graph = copy.deepcopy(module.graph)
+    reshaped = {
+        storage
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
+        for argument in node.all_input_nodes
+        for storage in dataflow.storages(argument)
+    }
     seen: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         value = node.meta.get("val")
-        if node.op == "output" or not isinstance(value, torch.Tensor):
+        if node.op == "output" or not isinstance(value, torch.Tensor) or dataflow.storage_of(value) in reshaped:
             continue
         key = _key(value)
         if _is_view(node) and key in seen:
@@ -38,8 +46,4 @@ def _key(value: torch.Tensor) -> Hashable:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether `node` is a view that keeps its shape."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target.is_view:
-        return False
-    users = (user.target for user in node.users)
-    return not any(isinstance(user, torch._ops.OpOverload) and torch.Tag.inplace_view in user.tags for user in users)
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kitsune
 import models
 from kitsune.fusion.judge import Verdict
+from kitsune.fusion.match import Alone
 from kitsune.loop import contest, fusing, planning
-from kitsune.passes.regions import fuse_regions
 from kitsune.plan import Plan
-from tests.kitsune.fusion.running import always
+from tests.kitsune.fusion.running import always, never
 from tests.kitsune.passes.running import OPERATORS
-from tests.kitsune.training import Net, Training, compare, sgd
+from tests.kitsune.training import Net, Training, batch, compare, sgd
 
 STEPS = 140
 EAGER = 10  # before the first capture, and again after the trials
+
+
+class Judge:
+    """Judges as it is told, and is never late."""
+
+    def __init__(self, judge: Callable[[Alone], Verdict]) -> None:
+        self._judge = judge
+
+    def __call__(self, alone: Alone) -> Verdict:
+        return self._judge(alone)
+
+    def is_late(self) -> bool:
+        return False
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +43,8 @@ def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: always)
-    monkeypatch.setattr(fusing, "fuse_regions", partial(fuse_regions, backend=OPERATORS))
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
+    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -84,7 +97,7 @@ def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: p
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: lambda alone: Verdict("it is not faster", 1.0, 1.0))
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(never))
     training = train(rtol=0, atol=0, replays=STEPS - 5)
     (schedule,) = training.status().schedules
     assert not schedule.fused
@@ -133,3 +146,77 @@ def test_the_user_is_told_once_what_takes_so_long(
     warnings = [record for record in caplog.records if "being fused" in record.getMessage()]
     assert [record.levelname for record in warnings] == (["WARNING"] if patience == 0 else [])
     assert [record.levelname for record in caplog.records if "fusion, part 1:" in record.getMessage()] == ["INFO"]
+
+
+class Overwriting(nn.Module):
+    """Writes through a view of a batch norm's result, in a layout changed in place, and to a bias after its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.other = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        before = y + 1
+        y[:, 0] = 0
+        z = x[:4].sin()
+        z.t_()
+        masked = torch.relu(self.other(x))
+        with torch.no_grad():
+            self.other.bias.neg_()
+        return self.last(before + y * 3 + masked) + z.t()[:1, :3]
+
+
+class Apart(nn.Module):
+    """A layer in float32 within what may run under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            hidden = torch.relu(self.first(x.float()))
+        return self.last(hidden)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("model", [Overwriting, Apart])
+def test_what_may_not_be_moved_or_rounded_is_not(
+    model: type[nn.Module], autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused steps give what steps give that are replayed as they were captured."""
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: len(contest._makers) - 1)
+    found = []
+    for fuse in (True, False):
+        torch.manual_seed(1)
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        step = kitsune.TrainStep(
+            module, nn.functional.cross_entropy, optimizer, enable_fusion=fuse, num_streams=1, mode="auto"
+        )
+        losses = []
+        for index in range(STEPS):
+            (x, y), _ = batch(index)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                losses.append(step(x, y))
+        assert step.status().schedules[-1].fused == fuse
+        found.append([torch.stack(losses), *module.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2 if autocast else 1e-4, atol=2e-3 if autocast else 1e-5)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_whatever_a_compiler_raises_the_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CompilationError(Exception):
+        pass
+
+    def fail(*_: object) -> None:
+        raise CompilationError("no such instruction")
+
+    monkeypatch.setattr(planning, "rewritten", fail)
+    status = train(rtol=0, atol=0, replays=STEPS - 5).status()
+    assert any("planning failed (CompilationError: no such instruction)" in refusal for refusal in status.refusals)

@@ -395,7 +395,7 @@ def test_planning_that_fails_leaves_one_stream(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(planning, "measured_costs", fail)
     status = train().status()
     assert len(status.schedules) == 1
-    assert "planning failed (CUDA out of memory)" in status.refusals[-1]
+    assert "planning failed (OutOfMemoryError: CUDA out of memory)" in status.refusals[-1]
 
 
 @pytest.mark.usefixtures("replay_is_faster")

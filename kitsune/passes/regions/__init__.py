@@ -20,6 +20,8 @@ from kitsune.passes.regions.extract import Extract, extract
 from kitsune.passes.regions.grouping import Item, grouped
 from kitsune.passes.regions.operators import gains_alone, is_fusible, is_view, launches
 
+__all__ = ["INDUCTOR", "Fused", "Judge", "RefusedRegion", "Region", "fuse_regions"]
+
 _log = logging.getLogger("kitsune")
 
 

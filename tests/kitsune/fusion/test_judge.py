@@ -92,10 +92,46 @@ def overwriting(x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("after", [scaled, not_a_number, overwriting])
-def test_what_differs_is_refused(after: Callable[..., list[Tensor]], cache: CostCache) -> None:
-    verdict = Measured(CPU, cache)(parts(lambda x: [x.sin() + x.sin()], after, X))
+def test_what_differs_is_refused_and_not_tried_again(after: Callable[..., list[Tensor]], cache: CostCache) -> None:
+    compared = parts(lambda x: [x.sin() + x.sin()], after, X)
+    verdict = Measured(CPU, cache)(compared)
     assert "differ" in (verdict.refusal or "")
     assert (verdict.before_us, verdict.after_us) == (None, None)
+    assert "before" in (Measured(CPU, cache, limit_s=-1.0)(compared).refusal or "")
+
+
+def half_forgotten(x: Tensor) -> list[Tensor]:
+    return [torch.cat([torch.zeros_like(x[:1]), x[1:]]).sin() * 2]
+
+
+def in_another_type(x: Tensor) -> list[Tensor]:
+    return [(x.sin() * 2).bfloat16()]
+
+
+def hardly_updated(x: Tensor) -> list[Tensor]:
+    return [x.mul_(1.00095).sum()]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda x: [x.sin() * 2], half_forgotten),
+        (lambda x: [x.sin() * 2], in_another_type),
+        (lambda x: [x.mul_(1.001).sum()], hardly_updated),
+        (lambda x: [torch.where(x.isnan(), x, x * 2)], lambda x: [x * 2.5]),
+    ],
+)
+def test_small_differences_are_seen(before: Callable[..., list[Tensor]], after: Callable[..., list[Tensor]]) -> None:
+    assert agree(parts(before, before, X), CPU)
+    assert not agree(parts(before, after, X), CPU)
+
+
+def test_masks_are_not_all_the_same() -> None:
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    with_mask = graph(lambda x, mask: [torch.where(mask, x, 0)], X, mask)
+    without = graph(lambda x, mask: [x * 0], X, mask)
+    given = graph(lambda *tensors: list(tensors), X, mask)
+    assert not agree(Alone(with_mask, without, given), CPU)
 
 
 def test_low_precision_is_allowed_its_rounding() -> None:
