@@ -131,6 +131,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
     return errors.square().mean().sqrt().item() / torch.finfo(torch.float32).eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize(
     "options",
@@ -253,6 +254,7 @@ def test_tensors_at_odd_addresses_and_in_other_orders(machine: tuple[str, Launch
     assert torch.equal(run.params[1].permute(1, 2, 0).reshape(-1), aligned.params[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_gradients_in_half_precision(machine: tuple[str, Launch], dtype: torch.dtype, shifted: bool) -> None:

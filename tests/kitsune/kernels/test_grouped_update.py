@@ -181,6 +181,7 @@ def test_dampening_is_that_of_torch_after_the_first_step(machine: Machine) -> No
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_form_writes_gradients_and_shadows(

@@ -134,6 +134,7 @@ def test_any_strides(pools: Pools, channels_last: bool) -> None:
         check(pools, x, ((2, 2), (2, 2), (0, 0)), True, channels_last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pools", ["cpu", GPU], indirect=True)
 def test_every_form(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pools.module is not None

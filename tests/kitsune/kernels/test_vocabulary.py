@@ -184,6 +184,7 @@ def test_every_target_ignored(machine: Machine, form: tuple[int, int, int]) -> N
         assert not grad.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", BLOCKS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("row", [2, 3])  # the latter's target is ignored
@@ -254,6 +255,7 @@ def gradient_in(
     return torch.ops.aten.embedding_dense_backward(grad.to(dtype), indices.long(), num_embeddings, padding_idx, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", TILES, ids=str)
 @pytest.mark.parametrize("padding_idx", [-1, 3])
 def test_embedding_backward(machine: Machine, form: tuple[int, int, int], padding_idx: int) -> None:

@@ -148,6 +148,7 @@ def test_an_interpreter_without_a_lock(fresh: Path, monkeypatch: pytest.MonkeyPa
     assert build.facts_type() is PythonFacts
 
 
+@pytest.mark.slow
 def test_processes_that_race(tmp_path: Path) -> None:
     program = (
         "from kitsune.native.build import facts_type; from kitsune.native.facts import item; "

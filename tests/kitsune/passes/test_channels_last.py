@@ -167,7 +167,7 @@ def is_between(copy: fx.Node) -> bool:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("name", [*(name for name in BETWEEN if name != "resnet18"), LARGEST])
 def test_copies_remain_at_the_borders_only(name: str, half: bool) -> None:
     before = step(name, half=half).module
     after = converted(before)

@@ -87,7 +87,7 @@ def test_another_type_is_no_place_for_the_result() -> None:
     assert results(new, inputs) == results(module, inputs)
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet18"])
+@pytest.mark.parametrize("name", ["lenet", pytest.param("resnet18", marks=pytest.mark.slow)])
 def test_steps_come_back_as_they_were(name: str) -> None:
     workload = models.build(name, seed=0)
     step = traced_step(workload.module, torch.nn.functional.cross_entropy, *workload.batch(2, index=0))
