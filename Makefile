@@ -30,13 +30,16 @@ PIP_INSTALL := .venv/bin/python -m pip install --disable-pip-version-check --con
 IN_PARALLEL = $$($(RUN) -c 'import importlib.util as util; print("-n auto --dist loadfile" if util.find_spec("xdist") else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: bench bench-full test test-full lint report clean help interpreter
+.PHONY: bench bench-sweep bench-full test test-full lint report clean help interpreter
 
 bench: $(READY) ## Measure the last commits, compare, and write the report (minutes)
 	$(RUN) -m harness.bench
 
+bench-sweep: $(READY) ## Measure HEAD at all batch sizes of the small models
+	$(RUN) -m harness.bench --profile sweep
+
 bench-full: $(READY) ## The same with every model, variant and batch size (much longer)
-	$(RUN) -m harness.bench --full
+	$(RUN) -m harness.bench --profile full
 
 test: $(READY) ## Run the tests: no GPU and no network needed
 	$(RUN) -m pytest $(IN_PARALLEL)

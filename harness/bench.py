@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import get_args
 
 from harness import context, environment, profiles, variants
 from harness.failures import last_lines
@@ -42,9 +43,9 @@ class BenchError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
-    profile: profiles.Name = "full" if options.full else "quick"
+    profile: profiles.Name = options.profile
     try:
-        commits = last_commits(_ROOT, options.commits)
+        commits = last_commits(_ROOT, options.commits or profiles.COMMITS[profile])
         machine = environment.write_asv_machine_file()
         _introduce(profile, machine, commits)
         begin = datetime.now(timezone.utc).replace(microsecond=0)
@@ -86,13 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m harness.bench", description="Measure the last commits, compare them, write the report."
     )
-    parser.add_argument("--full", action="store_true", help="every variant at every batch size; much longer")
+    parser.add_argument(
+        "--profile",
+        choices=get_args(profiles.Name),
+        default="quick",
+        help="quick (the default): the small models at one batch size; sweep: eager, one peer and Kitsune at all of "
+        "their batch sizes; full: every model, variant and batch size, which takes much longer",
+    )
+    defaults = ", ".join(f"{count} with {name}" for name, count in profiles.COMMITS.items())
     parser.add_argument(
         "--commits",
         type=_positive,
-        default=profiles.COMMITS,
         metavar="N",
-        help="measure HEAD and up to N-1 commits before it (default: %(default)s)",
+        help=f"measure HEAD and up to N-1 commits before it (default: {defaults})",
     )
     return parser
 
@@ -160,15 +167,15 @@ def _selection(profile: profiles.Name) -> list[str]:
     """
     device_type: profiles.DeviceType = "cpu" if environment.visible_gpu() is None else "cuda"
     return [
-        rf"\.{_tracks(profile, case, variant)}\('{variant.name}', '{re.escape(case.name)}'\)$"
+        rf"\.{_tracks(profile, variant)}\('{variant.name}', '{re.escape(case.name)}'\)$"
         for case in profiles.cases(profile, device_type)
         for variant in variants.VARIANTS.values()
         if profiles.left_out(profile, case, variant, at_head=True) is None
     ]
 
 
-def _tracks(profile: profiles.Name, case: profiles.Case, variant: variants.Variant) -> str:
-    return r"track_\w+" if profiles.needs_profile(profile, case, variant, at_head=True) else "track_step_seconds"
+def _tracks(profile: profiles.Name, variant: variants.Variant) -> str:
+    return r"track_\w+" if profiles.needs_profile(profile, variant, at_head=True) else "track_step_seconds"
 
 
 def _compare(machine: str) -> int:

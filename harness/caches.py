@@ -36,8 +36,8 @@ class Caches:
         shutil.rmtree(self._commit, ignore_errors=True)
 
     def folder(self, case: str, variant: Variant) -> Path:
-        """The folder of one variant of one case."""
-        return self._commit / case / variant.name if variant.is_kitsune else self._peers
+        """The folder of one variant of one case. Diagnostic variants share that of Kitsune as it is."""
+        return self._commit / case / f"{variant.family}_{variant.precision}" if variant.is_kitsune else self._peers
 
 
 def use(folder: Path | None) -> None:

@@ -3,7 +3,7 @@
 ``ASV_*`` are set by asv. Of the harness's own, ``make bench`` sets all; without them a plain ``asv run`` measures the
 quick profile:
 
-- ``HARNESS_PROFILE``: "quick" or "full".
+- ``HARNESS_PROFILE``: "quick", "sweep" or "full".
 - ``HARNESS_HEAD``: the commit that counts as HEAD (else what git says).
 - ``HARNESS_PROGRESS``: a file to which progress is appended, because asv keeps a benchmark's output to itself.
 """
@@ -92,7 +92,8 @@ def _profile(text: str) -> profiles.Name:
     for name in get_args(profiles.Name):
         if text == name:
             return cast(profiles.Name, name)
-    raise ContextError(f"{PROFILE_VARIABLE} is {text!r}; allowed: 'quick', 'full'")
+    allowed = ", ".join(map(repr, get_args(profiles.Name)))
+    raise ContextError(f"{PROFILE_VARIABLE} is {text!r}; allowed: {allowed}")
 
 
 def _head(root: Path) -> str:

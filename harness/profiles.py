@@ -1,23 +1,25 @@
 """What is measured, and how thoroughly: every constant of the measurement stands here. Needs no torch.
 
-The quick profile answers "is Kitsune faster here, and was it before?" in minutes; the full profile leaves nothing out.
+The quick profile answers "is Kitsune faster here, and was it before?" in minutes, and the sweep "at every batch size?"
+for one commit; the full profile leaves nothing out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
-Name = Literal["quick", "full"]
+Name = Literal["quick", "sweep", "full"]
 
 METHOD_VERSION = "1"
 """Raised when the method changes so that new results cannot be compared with older ones."""
 
-COMMITS = 3
-"""How many commits `make bench` measures: HEAD and those before it."""
+COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3}
+"""How many commits `make bench` and its like measure: HEAD and those before it."""
 
 STABLE_WITHIN = 0.05
 """Warming up ends when the last blocks' times differ by no more than this fraction."""
@@ -93,7 +95,7 @@ because asv starts a process for each parameter, and none of them should have to
 variants of a case in memory at once, so the large models have no sizes above the default."""
 
 FULL_ONLY = ("resnet50", "vit_b_16", "bert_base", "gpt2_small")
-"""The models that the quick profile has no time for: those that `models` calls large."""
+"""The models that are in the full profile only: those that `models` calls large."""
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,20 @@ class Effort:
     process_seconds: float
 
 
-_EFFORTS: dict[tuple[Name, DeviceType], Effort] = {
-    ("quick", "cpu"): Effort(3, (5, 12), 1.2, 0.08, 0.02, 0.4, 60.0, 240.0),
-    ("full", "cpu"): Effort(5, (10, 30), 20.0, 0.2, 0.05, 2.0, 300.0, 1200.0),
-    ("quick", "cuda"): Effort(3, (8, 15), 5.0, 0.04, 0.003, 1.0, 120.0, 420.0),
-    ("full", "cuda"): Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),
+_SHORT: Mapping[DeviceType, Effort] = {
+    "cpu": Effort(3, (5, 12), 1.2, 0.08, 0.02, 0.4, 60.0, 240.0),
+    "cuda": Effort(3, (8, 15), 5.0, 0.04, 0.003, 1.0, 120.0, 420.0),
+}
+_LONG: Mapping[DeviceType, Effort] = {
+    "cpu": Effort(5, (10, 30), 20.0, 0.2, 0.05, 2.0, 300.0, 1200.0),
+    "cuda": Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),
 }
 
-
-_SWEEP = ("eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp")
-"""What the quick profile on CUDA measures over batch sizes: what several streams gain, beside eager and the peer."""
+_SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
+    "cpu": ("eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"),
+    "cuda": ("eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"),
+}
+"""What is measured over batch sizes: eager, Kitsune, and on CUDA one peer and what several streams gain."""
 
 _EARLIER = tuple(
     f"{form}_{precision}"
@@ -142,7 +148,7 @@ _EARLIER = tuple(
 
 def effort(profile: Name, device_type: DeviceType) -> Effort:
     """How thoroughly this profile measures on this kind of device."""
-    return _EFFORTS[profile, device_type]
+    return (_LONG if profile == "full" else _SHORT)[device_type]
 
 
 def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
@@ -150,37 +156,33 @@ def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
     on_device = tuple(case for case in CASES if case.device_type == device_type)
     if profile == "full":
         return on_device
-    sweeps = device_type == "cuda"
-    return tuple(case for case in on_device if case.model not in FULL_ONLY and (case.default or sweeps))
+    return tuple(case for case in on_device if case.model not in FULL_ONLY and (case.default or profile == "sweep"))
 
 
-def needs_profile(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> bool:
+def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) -> bool:
     """Whether set-up, peak memory and losses are measured at a commit, and not its time alone.
 
     Those of a peer do not change from commit to commit, so the quick profile measures them at HEAD; the losses of eager
-    PyTorch are needed everywhere, to compare with. At sizes other than the default it measures times alone.
+    PyTorch are needed everywhere, to compare with. Of Kitsune with something switched off it wants the time alone, and
+    the sweep wants no more of anything.
     """
     if profile == "full":
         return True
-    return case.default and (at_head or variant.is_kitsune or variant.family == "eager")
+    if profile == "sweep" or variant.is_diagnostic:
+        return False
+    return at_head or variant.is_kitsune or variant.family == "eager"
 
 
 def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:
     """Why a profile does not measure a variant of one of its cases; None if it does. The full profile measures all."""
     if profile == "full":
         return None
-    on_device = _left_out_on_cuda if case.device_type == "cuda" else _left_out_on_cpu
-    return on_device(case, variant, at_head)
-
-
-def _left_out_on_cuda(case: Case, variant: variants.Variant, at_head: bool) -> str | None:
-    """The default sizes are measured whole at HEAD, and Kitsune, eager and one peer before it; the others at HEAD, of
-    what the sweep names."""
-    if case.default:
+    if profile == "sweep":
+        is_swept = variant.name in _SWEEP[case.device_type]
+        return None if is_swept else "not part of the sweep over batch sizes; `make bench-full` measures it"
+    if case.device_type == "cuda":
         return None if at_head or variant.name in _EARLIER else "measured at HEAD only"
-    if variant.name not in _SWEEP:
-        return "not part of the quick profile at this batch size; `make bench-full` measures it"
-    return None if at_head else "batch sizes other than the default are measured at HEAD only"
+    return _left_out_on_cpu(case, variant, at_head)
 
 
 def _left_out_on_cpu(case: Case, variant: variants.Variant, at_head: bool) -> str | None:

@@ -11,6 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import get_args
+
+from harness.profiles import Name
 
 SCHEMA = 1
 
@@ -143,7 +146,7 @@ def _run(fields: Mapping[str, object]) -> Run:
         facts=_mapping(fields, "facts"),
         kitsune_file=_optional_text(fields, "kitsune_file"),
         harness_file=_optional_text(fields, "harness_file"),
-        profile=_choice(fields, "profile", ("quick", "full")),
+        profile=_choice(fields, "profile", get_args(Name)),
     )
 
 

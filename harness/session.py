@@ -98,7 +98,7 @@ class Session:
         cases = profiles.cases(self._context.profile, device_type)
         plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, caches))]
         effort = profiles.effort(self._context.profile, device_type)
-        self._steps = sum(len(self._to_profile(case, tasks)) + effort.rounds for case, tasks in plan)
+        self._steps = sum(len(self._to_profile(tasks)) + effort.rounds for case, tasks in plan)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
         caches.clear()
@@ -154,17 +154,15 @@ class Session:
         return tuple(tasks)
 
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
-        for task in self._to_profile(case, tasks):
+        for task in self._to_profile(tasks):
             self._profile(case, task, effort)
         runnable = self._without_failed(case, tasks)
         for number in range(effort.rounds):
             runnable = self._round(case, runnable, effort, number)
 
-    def _to_profile(self, case: Case, tasks: tuple[Task, ...]) -> list[Task]:
+    def _to_profile(self, tasks: tuple[Task, ...]) -> list[Task]:
         profile, at_head = self._context.profile, self._context.at_head
-        return [
-            task for task in tasks if profiles.needs_profile(profile, case, variants.get(task.variant), at_head=at_head)
-        ]
+        return [task for task in tasks if profiles.needs_profile(profile, variants.get(task.variant), at_head=at_head)]
 
     def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
         """Measures one variant alone."""

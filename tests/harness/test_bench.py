@@ -62,7 +62,7 @@ def chosen(profile: profiles.Name, track: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("profile", ["quick", "full"])
+@pytest.mark.parametrize("profile", ["quick", "sweep", "full"])
 def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
     profile: profiles.Name, device_type: profiles.DeviceType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +77,7 @@ def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
     assert chosen(profile, "track_setup_seconds") == {
         (variant.name, case.name)
         for variant, case in measured
-        if profiles.needs_profile(profile, case, variant, at_head=True)
+        if profiles.needs_profile(profile, variant, at_head=True)
     }
 
 
@@ -133,7 +133,7 @@ def test_progress_and_messages_are_shown_and_the_report_s_path_is_last(
 def test_the_measurement_is_told_its_profile_and_head(asv: Callable[[str], None]) -> None:
     told = "[os.environ['HARNESS_PROFILE'], os.environ['HARNESS_HEAD']]"
     asv(f"import os, sys; sys.exit({told} != ['full', {'a' * 40!r}])")
-    assert bench.main(["--full"]) == 0
+    assert bench.main(["--profile", "full"]) == 0
 
 
 def test_a_failing_benchmark_is_exit_code_1(asv: Callable[[str], None]) -> None:

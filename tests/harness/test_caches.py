@@ -16,6 +16,9 @@ def test_kitsune_s_belong_to_the_commit_and_the_peers_to_the_versions(tmp_path: 
     first, second = Caches(tmp_path, "a" * 40, FACTS), Caches(tmp_path, "b" * 40, FACTS)
     assert first.folder("mlp-b64", PEER) == second.folder("lenet-b64", PEER)
     assert first.folder("mlp-b64", KITSUNE) != second.folder("mlp-b64", KITSUNE)
+    switched_off = variants.get("kitsune_trainstep_one_stream_fp32")
+    assert first.folder("mlp-b64", switched_off) == first.folder("mlp-b64", KITSUNE)
+    assert first.folder("mlp-b64", variants.get("kitsune_dropin_fp32")) != first.folder("mlp-b64", KITSUNE)
     newer = Caches(tmp_path, "a" * 40, {**FACTS, "triton": "3.7.0"})
     assert newer.folder("mlp-b64", PEER) != first.folder("mlp-b64", PEER)
 

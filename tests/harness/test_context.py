@@ -47,7 +47,7 @@ def test_outside_asv_the_missing_variable_is_named(missing: str) -> None:
 
 
 def test_an_unknown_profile_is_named_with_those_allowed() -> None:
-    with pytest.raises(context.ContextError, match=r"HARNESS_PROFILE is 'slow'; allowed: 'quick', 'full'"):
+    with pytest.raises(context.ContextError, match=r"HARNESS_PROFILE is 'slow'; allowed: 'quick', 'sweep', 'full'"):
         context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, "HARNESS_PROFILE": "slow"})
 
 

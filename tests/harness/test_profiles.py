@@ -25,7 +25,8 @@ def test_the_large_models_are_part_of_the_full_profile_alone(device_type: profil
     assert profiles.FULL_ONLY == LARGE
     full = dict.fromkeys(case.model for case in profiles.cases("full", device_type))
     assert tuple(full) == models.names(large=True)
-    assert {case.model for case in profiles.cases("quick", device_type)} == set(models.names())
+    for profile in ("quick", "sweep"):
+        assert {case.model for case in profiles.cases(profile, device_type)} == set(models.names())
 
 
 def test_a_case_names_model_and_batch() -> None:
@@ -35,7 +36,7 @@ def test_a_case_names_model_and_batch() -> None:
 def test_the_full_profile_leaves_nothing_out() -> None:
     for device_type in ("cpu", "cuda"):
         cases = profiles.cases("full", device_type)
-        assert {case.name for case in profiles.cases("quick", device_type)} <= {case.name for case in cases}
+        assert set(profiles.cases("quick", device_type)) < set(profiles.cases("sweep", device_type)) < set(cases)
         for case in cases:
             for variant in variants.VARIANTS.values():
                 assert profiles.left_out("full", case, variant, at_head=False) is None
@@ -54,9 +55,6 @@ def test_the_quick_profile_on_the_cpu_compiles_one_model_once() -> None:
     assert measured("lenet", at_head=True) == measured("resnet18", at_head=True) == always
 
 
-SWEEP = {"eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"}
-
-
 EARLIER = {
     *("eager_fp32", "eager_amp", "handcaptured_fp32", "handcaptured_amp"),
     *("kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_trainstep_fp32", "kitsune_trainstep_amp"),
@@ -73,42 +71,48 @@ def test_the_quick_profile_on_a_gpu_measures_the_default_sizes_at_all_commits() 
             assert before == (None if variant.name in EARLIER else "measured at HEAD only")
 
 
-def test_the_quick_profile_on_a_gpu_sweeps_the_other_sizes_at_head() -> None:
-    others = [case for case in profiles.cases("quick", "cuda") if not case.default]
-    assert len(others) == 9
-    for case in others:
+@pytest.mark.parametrize(("device_type", "default"), [("cpu", "resnet18-b4"), ("cuda", "resnet18-b128")])
+def test_the_quick_profile_has_the_default_sizes_alone(device_type: profiles.DeviceType, default: str) -> None:
+    assert [case.name for case in profiles.cases("quick", device_type)] == ["mlp-b64", "lenet-b64", default]
+
+
+SWEEP = {
+    "cpu": {"eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"},
+    "cuda": {"eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"},
+}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_sweep_times_few_variants_at_all_sizes_of_the_small_models(device_type: profiles.DeviceType) -> None:
+    cases = profiles.cases("sweep", device_type)
+    assert cases == tuple(
+        case for case in profiles.CASES if case.device_type == device_type and case.model in models.names()
+    )
+    for case in cases:
         for variant in variants.VARIANTS.values():
-            at_head, before = (profiles.left_out("quick", case, variant, at_head=place) for place in (True, False))
-            if variant.name in SWEEP:
-                assert at_head is None
-                assert before == "batch sizes other than the default are measured at HEAD only"
-            else:
-                assert at_head == before
-                assert at_head is not None
-                assert "`make bench-full` measures it" in at_head
-            assert not profiles.needs_profile("quick", case, variant, at_head=True)
-            assert profiles.needs_profile("full", case, variant, at_head=False)
-
-
-def test_the_quick_profile_on_the_cpu_has_the_default_sizes_alone() -> None:
-    assert [case.name for case in profiles.cases("quick", "cpu")] == ["mlp-b64", "lenet-b64", "resnet18-b4"]
+            for at_head in (True, False):
+                reason = profiles.left_out("sweep", case, variant, at_head=at_head)
+                if variant.name in SWEEP[device_type]:
+                    assert reason is None
+                else:
+                    assert reason is not None
+                    assert "`make bench-full` measures it" in reason
+                assert not profiles.needs_profile("sweep", variant, at_head=at_head)
 
 
 def test_the_peers_are_profiled_at_head_and_what_losses_need_everywhere() -> None:
-    (case,) = [case for case in profiles.cases("quick", "cuda") if case.name == "mlp-b64"]
-
     def profiled(profile: profiles.Name, *, at_head: bool) -> set[str]:
         everything = variants.VARIANTS.values()
-        return {it.name for it in everything if profiles.needs_profile(profile, case, it, at_head=at_head)}
+        return {it.name for it in everything if profiles.needs_profile(profile, it, at_head=at_head)}
 
-    assert profiled("quick", at_head=True) == profiled("full", at_head=False) == set(variants.names())
-    assert profiled("quick", at_head=False) == {
-        name for name in variants.names() if name.startswith(("eager_", "kitsune_"))
-    }
+    users = {name for name, variant in variants.VARIANTS.items() if not variant.is_diagnostic}
+    assert profiled("full", at_head=False) == set(variants.names())
+    assert profiled("quick", at_head=True) == users
+    assert profiled("quick", at_head=False) == {name for name in users if name.startswith(("eager_", "kitsune_"))}
 
 
 def test_every_profile_has_its_effort() -> None:
-    for profile in ("quick", "full"):
+    for profile in ("quick", "sweep", "full"):
         for device_type in ("cpu", "cuda"):
             effort = profiles.effort(profile, device_type)
             assert effort.rounds >= 3

@@ -284,23 +284,22 @@ def test_before_head_a_gpu_s_quick_profile_times_peers_without_profiling_them(
 SWEEP = ["eager_amp", "handcaptured_amp", "kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp"]
 
 
-@pytest.mark.parametrize("at_head", [True, False])
-def test_on_a_gpu_other_batch_sizes_are_timed_at_head_without_profiles(
-    context: Context, monkeypatch: pytest.MonkeyPatch, at_head: bool
-) -> None:
+def test_the_sweep_times_all_batch_sizes_without_profiles(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = (Case("mlp", 4, "cuda", 3, default=True), Case("mlp", 8, "cuda", 3))
     monkeypatch.setattr(profiles, "CASES", cases)
     pretender = Pretender(facts={**FACTS, "device_type": "cuda"})
-    measured, history = run(replace(context, at_head=at_head), pretender)
-    rounds = profiles.effort("quick", "cuda").rounds
-    assert pretender.rounds("mlp-b8") == ([SWEEP] * rounds if at_head else [])
-    assert {entry.case for entry in history.profiles(COMMIT)} == {"mlp-b4"}
+    measured, history = run(replace(context, profile="sweep"), pretender)
+    rounds = profiles.effort("sweep", "cuda").rounds
+    assert pretender.rounds("mlp-b8") == pretender.rounds("mlp-b4") == [SWEEP] * rounds
+    assert history.profiles(COMMIT) == ()
     left_out = {
         entry.variant for entry in history.skips(COMMIT) if (entry.case, entry.status) == ("mlp-b8", "left out")
     }
-    assert left_out == set(variants.names()) - (set(SWEEP) if at_head else set())
+    assert left_out == set(variants.names()) - set(SWEEP)
     entry = measured["mlp-b8", SWEEP[0]]
-    assert (entry["status"], bool(entry["step_s"])) == (("measured", True) if at_head else ("left out", False))
+    assert entry["status"] == "measured"
+    assert entry["step_s"]
+    assert not entry["setup_s"]
     assert context.progress is not None
     last = context.progress.read_text().splitlines()[-1]
     done, total = last.split()[1].split("/")
