@@ -15,9 +15,12 @@ from kitsune.device import synchronize
 from kitsune.timing.busy import keep_busy
 
 _BLOCK_US = 400.0  # CUDA events are 0.5 to 1 us wide and a replay starts in about 5 us: 1% of a block
-_MOST_CALLS = 128
+_MOST_CALLS = 32  # enqueuing them takes the host much longer than a short kernel takes the device
 _NUM_BLOCKS = 5
-_HEAD_STARTS = (1, 4, 16, 64)
+_REPEATS = 128  # in a graph
+_FIRST_PACE_US = 30.0
+_HEAD_START = 1.5  # of what the host is expected to take
+_TRIES = 3
 
 
 def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float = 1.0) -> float:
@@ -38,8 +41,8 @@ def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float
         limit_s: no further block is begun after this many seconds. One is always timed.
     """
     deadline = time.perf_counter() + limit_s
-    block = functools.partial(_cuda_block if device.type == "cuda" else _cpu_block, run, device)
-    block(1)  # loads kernels, chooses algorithms, fills caches
+    block = _CudaBlocks(run, device) if device.type == "cuda" else functools.partial(_cpu_block, run)
+    run()  # loads kernels, chooses algorithms, fills caches
     num_calls, us = 1, block(1)
     while us < _BLOCK_US and num_calls < _MOST_CALLS:
         num_calls = min(_MOST_CALLS, max(2 * num_calls, math.ceil(num_calls * _BLOCK_US / max(us, 1.0))))
@@ -65,45 +68,56 @@ def replayed_us(run: Callable[[], object], device: torch.device) -> float:
         with no_garbage_collection():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                for _ in range(_MOST_CALLS):
+                for _ in range(_REPEATS):
                     run()
             finally:
                 graph.capture_end()
-        us = device_us(graph.replay, device) / _MOST_CALLS
+        us = device_us(graph.replay, device) / _REPEATS
         synchronize(device)
         graph.reset()
     return us
 
 
-def _cpu_block(run: Callable[[], object], device: torch.device, num_calls: int) -> float:
+def _cpu_block(run: Callable[[], object], num_calls: int) -> float:
     begin = time.perf_counter()
     for _ in range(num_calls):
         run()
     return (time.perf_counter() - begin) * 1e6
 
 
-def _cuda_block(run: Callable[[], object], device: torch.device, num_calls: int) -> float:
-    """The device gets something to wait for first, and a longer wait if the host did not keep ahead."""
-    us = 0.0
-    for factor in _HEAD_STARTS:
-        us, was_ahead = _cuda_block_after(run, device, num_calls, factor * (100.0 + 20.0 * num_calls))
-        if was_ahead:
-            break
-    return us
+class _CudaBlocks:
+    """Blocks of calls. The device gets something to wait for first: for as long as the host takes to get ahead."""
+
+    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._pace_us = _FIRST_PACE_US  # of the host, for a call
+
+    def __call__(self, num_calls: int) -> float:
+        us, pace_us = 0.0, self._pace_us
+        for _ in range(_TRIES):
+            head_start_us = 100.0 + _HEAD_START * pace_us * num_calls
+            us, host_us, was_ahead = _cuda_block_after(self._run, self._device, num_calls, head_start_us)
+            if was_ahead:
+                self._pace_us = host_us / num_calls
+                break
+            pace_us = max(2 * pace_us, host_us / num_calls)
+        return us
 
 
 def _cuda_block_after(
     run: Callable[[], object], device: torch.device, num_calls: int, head_start_us: float
-) -> tuple[float, bool]:
-    """Device time of the block, and whether the host had enqueued all of it before the device began."""
+) -> tuple[float, float, bool]:
+    """Device time of the block, what the host took to enqueue it, and whether it had before the device began."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
         synchronize(device)
         keep_busy(head_start_us, device)
         start.record()
+        begin = time.perf_counter()
         for _ in range(num_calls):
             run()
+        host_us = (time.perf_counter() - begin) * 1e6
         end.record()
         was_ahead = not start.query()
         end.synchronize()
-    return start.elapsed_time(end) * 1e3, was_ahead
+    return start.elapsed_time(end) * 1e3, host_us, was_ahead

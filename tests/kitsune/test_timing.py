@@ -75,19 +75,27 @@ def test_one_slow_call_does_not_count() -> None:
     assert device_us(lambda: time.sleep(next(pauses)), CPU) < 2e4
 
 
-@pytest.mark.parametrize(("first_ahead", "tries"), [(0, 1), (2, 3), (9, 4)])
+HOST_US = 70.0
+
+
+@pytest.mark.parametrize(("first_ahead", "tries"), [(0, 1), (2, 3), (9, 3)])
 def test_a_host_that_falls_behind_gets_a_longer_head_start(
     first_ahead: int, tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head_starts: list[float] = []
 
-    def block(run: object, device: object, num_calls: int, head_start_us: float) -> tuple[float, bool]:
+    def block(run: object, device: object, num_calls: int, head_start_us: float) -> tuple[float, float, bool]:
         head_starts.append(head_start_us)
-        return float(len(head_starts)), len(head_starts) > first_ahead
+        return float(len(head_starts)), HOST_US * num_calls, len(head_starts) > first_ahead
 
     monkeypatch.setattr(timer_module, "_cuda_block_after", block)
-    assert timer_module._cuda_block(lambda: None, torch.device("cuda"), 3) == tries
+    blocks = timer_module._CudaBlocks(lambda: None, torch.device("cuda"))
+    assert blocks(3) == tries
     assert all(later > earlier for earlier, later in itertools.pairwise(head_starts))
+    del head_starts[1:]
+    blocks(10)
+    known = first_ahead < tries
+    assert (head_starts[1] > 10 * HOST_US) == known, "enough for a host whose pace is known"
 
 
 @pytest.mark.gpu
