@@ -11,7 +11,6 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from harness.store import Store
-from tests.harness import plans
 
 MEBIBYTE = 2**20
 COMMITS = ("3f1c9a20" * 5, "8b2e77d4" * 5, "c05d61ef" * 5)
@@ -145,6 +144,8 @@ def profile_record(
         status = {"mode": "replay", "reason": None, "gain": 3.1}
     if status is not None and "trainstep" in variant and on_gpu:
         on_streams = variant == "kitsune_trainstep_amp"
+        from tests.harness import plans  # imports torch, which the processes of some tests need not
+
         fusions = () if "unfused" in variant else plans.FUSIONS
         status["plan"] = plans.document(num_tasks=40, num_streams=2 if on_streams else 1, fusions=fusions)
     return {

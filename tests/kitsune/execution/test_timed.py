@@ -99,7 +99,8 @@ def test_all_tasks_of_any_program_are_timed(program: Program, seed: int, num_str
     undisturbed.check()
 
 
-STEPS = [pytest.param(partial(model_step, name), id=name) for name in models.names()]
+LONG = {"resnet18": (pytest.mark.slow,)}
+STEPS = [pytest.param(partial(model_step, name), id=name, marks=LONG.get(name, ())) for name in models.names()]
 
 
 @pytest.mark.parametrize("make", [*STEPS, pytest.param(dropout_step, id="dropout")])
