@@ -24,11 +24,11 @@ def refuse_bfloat16(device: torch.device) -> Refusal | None:
 def refuse_inductor(device: torch.device) -> Refusal | None:
     """None if Inductor can generate code for `device`: Triton for CUDA, a C++ compiler for the CPU."""
     if device.type == "cuda":
-        return refuse_triton(device, "compile=True")
+        return refuse_triton(device, "Inductor")
     compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     if any(shutil.which(compiler) for compiler in compilers):
         return None
-    return Refusal(f"compile=True needs a C++ compiler, and none of {', '.join(compilers)} is on the PATH")
+    return Refusal(f"Inductor needs a C++ compiler, and none of {', '.join(compilers)} is on the PATH")
 
 
 def refuse_triton(device: torch.device, purpose: str) -> Refusal | None:

@@ -60,6 +60,8 @@ def _update(
     decay: tl.constexpr,
     maximize: tl.constexpr,
 ) -> None:
+    # Of a sum of two products either may be rounded, and compilers choose anew in each branch and for each data type.
+    # It is said here, as torch has it, so that what an element becomes does not depend on where it lies.
     param = tl.load(param_at, mask)
     grad = tl.load(grad_at, mask).to(tl.float32)
     exp_avg = tl.load(exp_avg_at, mask)
@@ -72,7 +74,7 @@ def _update(
         grad += param * weight_decay
     difference = grad - exp_avg
     exp_avg = tl.where(weight1 < 0.5, exp_avg + weight1 * difference, grad - difference * beta1)
-    exp_avg_sq = exp_avg_sq * beta2 + weight2 * (grad * grad)
+    exp_avg_sq = tl.fma(grad * grad, weight2, exp_avg_sq * beta2)
     tl.store(exp_avg_at, exp_avg, mask)
     tl.store(exp_avg_sq_at, exp_avg_sq, mask)
     if amsgrad:
@@ -80,7 +82,7 @@ def _update(
         exp_avg_sq = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_exp_avg_sq_at, exp_avg_sq, mask)
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root_correction2) + eps
-    tl.store(param_at, param - step_size * tl.div_rn(exp_avg, denominator), mask)
+    tl.store(param_at, tl.fma(tl.div_rn(exp_avg, denominator), -step_size, param), mask)
 
 
 # Triton compiles anew for numbers in tuples that are 1 or multiples of 16. Sizes and first blocks hence come as

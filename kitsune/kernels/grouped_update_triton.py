@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -279,7 +280,7 @@ def _sgd_tile(
         grad += param * weight_decay
     if has_momentum:
         buffer_at = _addresses(buffer, offsets, aligned)
-        average = tl.load(buffer_at, mask) * momentum + grad * undamped
+        average = tl.fma(grad, undamped, tl.load(buffer_at, mask) * momentum)  # see `_update`
         tl.store(buffer_at, average, mask)
         if nesterov:
             grad += average * momentum
@@ -509,10 +510,12 @@ def _fastest(
 ) -> Form:
     """The fastest form; it is found on copies of what the kernel updates."""
     copies: list[list[torch.Tensor]] = []
+    copying = Lock()
 
     def trial(form: Form) -> None:
-        if not copies:
-            copies.extend([tensor.clone() for tensor in tensors] for tensors in states)
+        with copying:  # several threads try a form each, and the first comer makes the copies for all
+            if not copies:
+                copies.extend([tensor.clone() for tensor in tensors] for tensors in states)
         run(form, copies, None)
 
     kinds = [_kind(grad, x, one) for grad, x, *one in zip(grads, xs, *states, strict=True)]

@@ -31,11 +31,12 @@ def choose(key: str, forms: Sequence[C], run: Callable[[C], object], device: tor
         forms: their `repr` must tell them apart.
         run: launches the kernel in that form; it is called often, and first by several threads with a form each, so
             it must not change anything that matters. The first call with a key must not come while a CUDA graph is
-            being recorded. A form that fails to compile or
-            needs more resources than the device has raises, and is passed over.
+            being recorded. A form that fails to compile or needs more resources than the device has raises, and is
+            passed over.
 
     Raises:
         RuntimeError: no form works.
+        TypeError: a launch does not fit its kernel, which is no matter of the form.
     """
     if device.type != "cuda" or len(forms) == 1:
         return forms[0]
@@ -62,10 +63,14 @@ def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: t
             costs.put(entries[place], us)
     working = [place for place in range(len(forms)) if place not in failures]
     if not working:
-        reasons = "; ".join(f"{forms[place]!r}: {error}" for place, error in failures.items())
-        raise RuntimeError(f"no form of the kernel {key} works on {device}: {reasons}")
+        reasons = "; ".join(f"{_first_line(error)} for {forms[place]!r}" for place, error in failures.items())
+        raise RuntimeError(f"no form of a kernel works on {device}: {reasons}; the kernel is {key}") from failures[0]
     costs.save()
     return forms[min(working, key=lambda place: costs.get(entries[place]) or 0.0)]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> list[Exception | None]:
@@ -78,6 +83,8 @@ def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.devic
         with torch.cuda.device(device), torch.no_grad():
             try:
                 run(form)
+            except TypeError:
+                raise
             except Exception as error:  # noqa: BLE001 - out of resources, or no code for it, in Triton's many ways
                 return error
         return None

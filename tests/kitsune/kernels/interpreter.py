@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,15 +18,18 @@ def interpreted(*names: str) -> ModuleType:
     """The last of the modules `kitsune.kernels.<name>`, for the interpreter.
 
     Which of the two runs a kernel is decided where it is defined. So the modules are executed anew, each with those
-    before it, from which it may import. They are to be run where `patch_interpreter` holds.
+    before it, from which it may import; from others it may not, as these would be interpreted from then on. They are
+    to be run where `patch_interpreter` holds.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
-    modules = []
+    modules, before = [], set(sys.modules)
     with pytest.MonkeyPatch.context() as scope:
         scope.setenv("TRITON_INTERPRET", "1")
         for name in names:
             modules.append(_execute(f"kitsune.kernels.{name}"))
             scope.setitem(sys.modules, f"kitsune.kernels.{name}", modules[-1])
+    others = sorted(name for name in set(sys.modules) - before if re.match(r"kitsune\.kernels\..*_triton", name))
+    assert not others, f"what {names[-1]} imports is to be named before it: {others}"
     return modules[-1]
 
 

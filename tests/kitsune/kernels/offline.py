@@ -1,81 +1,98 @@
-"""Compiles kernels for a GPU that is not there."""
+"""Launches kernels as on a GPU that is not there: their arguments are bound, and what they are compiled to is told."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-_TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8"}
+C = TypeVar("C")
+Launches = Callable[[], object]
 
 
-class Launch(NamedTuple):
-    """What Triton compiles a kernel for.
+class Compiled(NamedTuple):
+    """What becomes of a kernel in one form, with one kind of arguments."""
 
-    Attributes:
-        module, name: of the kernel.
-        signature: the type of each argument, by name.
-        constants: the values that are known, by place.
-        attributes: by place, that numbers and addresses are multiples of 16.
-    """
-
-    module: str
     name: str
-    signature: dict[str, str]
-    constants: dict[tuple[int, ...], object]
-    attributes: dict[tuple[int, ...], list[list[object]]]
-    num_warps: int
+    ptx: str
+    shared_bytes: int
 
 
-class OfflineKernel:
-    """Stands for a kernel of a module: it notes its launches, instead of making them.
+_found: dict[str, Compiled] = {}
 
-    Attributes:
-        launches: all that were asked for.
+
+def bind(launches: Launches) -> list[str]:
+    """The names of the kernels that `launches` launches, whose arguments and options Triton accepts.
+
+    `launches` is a function of a module's top level. Its tensors are on the CPU and stand for those on a GPU; where
+    it lets the fastest form of a kernel be chosen, all of them are launched.
+
+    Raises:
+        TypeError, KeyError: by Triton, where they do not fit a kernel.
     """
-
-    def __init__(self, module: str, kernel: Any) -> None:
-        self._module, self._kernel = module, kernel
-        self.launches: list[Launch] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self._note
-
-    def _note(self, *positional: Any, num_warps: int, **named: Any) -> None:
-        values = dict(zip(self._kernel.arg_names, positional, strict=False)) | named
-        launch = Launch(self._module, self._kernel.__name__, {}, {}, {}, num_warps)
-        for place, parameter in enumerate(self._kernel.params):
-            value = values[parameter.name]
-            tensor = isinstance(value, torch.Tensor)
-            if parameter.is_constexpr or (not tensor and value == 1):
-                launch.signature[parameter.name], launch.constants[(place,)] = "constexpr", value
-                continue
-            launch.signature[parameter.name] = _TYPES[value.dtype] if tensor else "i32"
-            if tensor or value % 16 == 0:
-                launch.attributes[(place,)] = [["tt.divisibility", 16]]
-        self.launches.append(launch)
+    return [one.name for one in _elsewhere(launches, compiles=False)]
 
 
-def ptx(launches: Sequence[Launch]) -> list[str]:
-    """What becomes of each for compute capability 9.0.
-
-    Another process compiles: Triton 3.6 cannot any more after its interpreter has run.
-    """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_compile, launches))
+def compiled(launches: Launches) -> list[Compiled]:
+    """What becomes of each kernel that `launches` (see `bind`) launches, for compute capability 9.0."""
+    return _elsewhere(launches, compiles=True)
 
 
-def _compile(launch: Launch) -> str:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def _elsewhere(launches: Launches, compiles: bool) -> list[Compiled]:
+    """In another process: Triton 3.6 cannot compile any more after its interpreter has run."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_pretend, initargs=(compiles,)) as pool:
+        return pool.submit(_run, launches).result()
 
-    kernel = getattr(importlib.import_module(launch.module), launch.name)
-    source = ASTSource(kernel, launch.signature, launch.constants, launch.attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})
-    text: str = made.asm["ptx"]
-    return text
+
+class _Driver:
+    """What Triton asks a driver before it launches anything."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _pretend(compiles: bool) -> None:
+    """That tensors are on a GPU. To be called before the modules of kernels are imported."""
+    from triton.runtime import JITFunction, driver
+
+    from kitsune.kernels import tuning
+
+    def with_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            made = kernel.run(*arguments, grid=grid, warmup=True, **options)
+            name = kernel.__name__
+            if made is None:
+                _found[name] = Compiled(name, "", 0)
+            else:
+                _found[made.hash] = Compiled(name, made.asm["ptx"], made.metadata.shared)
+
+        return launch
+
+    driver.set_active(_Driver())
+    JITFunction.__getitem__ = with_grid
+    if not compiles:
+        JITFunction._do_compile = lambda *_: None
+    tuning.choose = _run_all  # type: ignore[assignment]
+    torch.Tensor.is_cuda = True  # type: ignore[misc, assignment]
+
+
+def _run_all(key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
+    for form in forms:
+        run(form)
+    return forms[0]
+
+
+def _run(launches: Launches) -> list[Compiled]:
+    launches()
+    return list(_found.values())

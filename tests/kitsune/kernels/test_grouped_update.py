@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -199,14 +201,17 @@ def test_every_form_writes_gradients_and_shadows(
             assert torch.equal(shadow, parameter.bfloat16())
 
 
-def test_what_may_be_left_out_changes_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_left_out_changes_nothing(
+    machine: Machine, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients and shadows that are not asked for, and how many parameters one launch takes."""
     layers = Layers(machine[0], torch.bfloat16)
-    expected = [update(machine, layers) for update in (adam, sgd)]
+    form = kernels.Form(*FORMS[0])  # another form may sum in another order
+    expected = [update(machine, layers, form=form) for update in (adam, sgd)]
     module = machine[1].__globals__
     monkeypatch.setitem(module, "WIDTHS", (2, 4))
     for update, values in zip((adam, sgd), expected, strict=True):
-        found = update(machine, layers, grads=layers.zeros(), shadows=layers.zeros(torch.float16))
+        found = update(machine, layers, grads=layers.zeros(), shadows=layers.zeros(torch.float16), form=form)
         for name, tensors in values.items():
             assert all(map(torch.equal, found[name], tensors)), name
 
@@ -232,6 +237,30 @@ def test_choosing_a_form_changes_nothing(
     assert len(set(tried)) == 2
     assert all(map(torch.equal, found["parameters"], layers.parameters))
     assert not any(tensor.any() for tensor in [*grads, *shadows])
+
+
+def test_forms_that_are_tried_at_the_same_time_share_whole_copies(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = Layers("cpu", torch.float32)
+    shapes: list[list[list[torch.Size]]] = []
+
+    def try_at_the_same_time(key: str, forms: Sequence[Any], run: Callable[[Any], None], device: torch.device) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(run, forms[:1] * 4))
+
+    def clone_slowly(tensor: Tensor) -> Tensor:
+        time.sleep(0.005)
+        return tensor.detach()
+
+    def note(form: Any, states: list[list[Tensor]], found_inf: None) -> None:
+        shapes.append([[one.shape for one in tensors] for tensors in states])
+
+    monkeypatch.setattr(kernels, "choose", try_at_the_same_time)
+    monkeypatch.setattr(Tensor, "clone", clone_slowly)
+    grads, xs = ([tensors[index] for index in layers.layers] for tensors in layers.tensors(1))
+    kernels._fastest(kernels._linear_sgd, grads, xs, [layers.parameters] * 4, "", note)
+    assert shapes == [[[one.shape for one in layers.parameters]] * 4] * 4
 
 
 @pytest.mark.parametrize("update", [adam, sgd])
@@ -263,7 +292,7 @@ def test_gradients_that_are_not_finite_reach_their_elements_only(machine: Machin
         assert other[bad].isnan().all()
 
 
-def test_layouts_and_batches(machine: Machine) -> None:
+def test_layouts_and_batches(machine: Machine, kernels: ModuleType) -> None:
     """Padded rows, odd addresses, a bias alone, and an empty batch, whose gradient is zero."""
     layers = Layers(machine[0], torch.bfloat16)
     grad_outputs, xs = layers.tensors(1)
@@ -273,8 +302,9 @@ def test_layouts_and_batches(machine: Machine) -> None:
         grads = [layers.zeros()[index] + 7 for index in chosen]
         parameters = [layers.parameters[index].clone() for index in chosen]
         machine[2](
-            grad_outputs, xs, [layers.layers[index] for index in chosen], parameters, [], grads, [], lr=lr, **SGD
-        )
+            grad_outputs, xs, [layers.layers[index] for index in chosen], parameters, [], grads, [], lr=lr,
+            form=kernels.Form(*FORMS[0]), **SGD,
+        )  # fmt: skip
         return grads
 
     expected = gradients(grad_outputs, xs, list(range(6)))

@@ -115,13 +115,16 @@ def test_every_form_computes_every_shape(machine: Machine, shape: tuple[int, int
 
 
 def test_the_scale_is_that_of_the_gradients_alone(machine: Machine) -> None:
+    """Up to rounding, as kernels may be compiled differently: by units of the largest values, where terms cancel."""
     given = operands(SHAPE, torch.float32, machine.device)
-    plain = machine.head(*given, None, "none", dtype=torch.float32)
+    options = {"dtype": torch.float32, "form": FORMS[0]}  # another form sums the logits in another order
+    plain = machine.head(*given, None, "none", **options)
     scale = torch.full((), 1024.0, device=machine.device)
-    scaled = machine.head(*given, None, "none", dtype=torch.float32, scale=scale)
-    torch.testing.assert_close(scaled[0], plain[0], rtol=1e-6, atol=0)  # kernels that are compiled differently
+    scaled = machine.head(*given, None, "none", **options, scale=scale)
+    torch.testing.assert_close(scaled[0], plain[0], rtol=1e-6, atol=0)
     for one, other in zip(scaled[1:], plain[1:], strict=True):
-        torch.testing.assert_close(one / 1024, other, rtol=1e-6, atol=1e-9)
+        atol = 2 * torch.finfo(torch.float32).eps * other.abs().max().item()
+        torch.testing.assert_close(one / 1024, other, rtol=1e-6, atol=atol)
 
 
 def test_layouts_and_blocks_of_rows_do_not_change_a_bit(machine: Machine) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -63,7 +63,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    return interpreted("layer_norm_triton")
+    return interpreted("linear_triton", "layer_norm_triton")
 
 
 @pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -145,13 +145,30 @@ class Norm:
             grads[0] = grads[0] + grad_total.to(compute)
         return dict(zip(("grad_x", "grad_weight", "grad_bias"), grads, strict=False))
 
+    def largest_terms(self) -> dict[str, Tensor]:
+        """The largest of what gradients are differences of, for those that may cancel: with one column, all do."""
+        scaled = self.grad_y if self.weight is None else self.grad_y * self.weight
+        return {"grad_x": (scaled * self.exact_statistics()[-1]).abs().max()}
+
+
+def rms_norm_by_definition(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
 
 def assert_as_accurate(
-    found: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], prefix: object = ""
+    found: dict[str, Tensor],
+    eager: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    prefix: object = "",
+    terms: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Errors are at most twice those of eager and one unit in the last place of the largest value."""
+    """Errors are at most twice those of eager and one unit in the last place of the largest value.
+
+    Where a value is a difference, rounding leaves that much of its `terms`, even of those that cancel.
+    """
     for name, values in exact.items():
-        unit = torch.finfo(found[name].dtype).eps * values.abs().max()
+        largest = values.abs().max()
+        unit = torch.finfo(found[name].dtype).eps * torch.maximum(largest, terms.get(name, largest))
         error, allowed = (found[name].double() - values).abs().max(), (eager[name].double() - values).abs().max()
         assert error <= 2 * allowed + unit, f"{prefix} {name}: {error} where eager has {allowed}, one unit {unit}"
 
@@ -192,7 +209,7 @@ def test_backward(machine: Machine, case: Case, mean: bool) -> None:
             eager = norm.gradients_by_torch(grad_total, torch.float32)
             eager = {name: values.to(dtype) for name, values in eager.items()}
             assert {values.dtype for values in found.values()} == {dtype}
-            assert_as_accurate(found, eager, exact, (dtype, grad_total is None))
+            assert_as_accurate(found, eager, exact, (dtype, grad_total is None), norm.largest_terms())
 
 
 @BOTH
@@ -272,8 +289,14 @@ def test_variances_far_from_zero(machine: Machine, case: Case) -> None:
 @BOTH
 @pytest.mark.parametrize("mean", [True, False], ids=["layer norm", "RMS norm"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite(machine: Machine, case: Case, mean: bool, bad: float) -> None:
-    """It reaches its row as in torch, and no other."""
+def test_what_is_not_finite(
+    machine: Machine, case: Case, mean: bool, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reaches its row as in torch, and no other.
+
+    Torch has several kernels for RMS norm, one of which makes NaN of an infinity's whole row, by way of a mean that
+    the definition does not have. It runs on GPUs, for numbers of columns that are no multiples of 4.
+    """
     machine.use(case)
     norm = Norm(case[0], torch.float32, machine.device, mean)
     clean = norm.forward(machine, None, torch.float32)["y"]
@@ -281,10 +304,11 @@ def test_what_is_not_finite(machine: Machine, case: Case, mean: bool, bad: float
     y = norm.forward(machine, None, torch.float32)["y"]
     good = torch.arange(len(y), device=y.device) != 1
     assert torch.equal(y[good], clean[good])
+    monkeypatch.setattr(functional, "rms_norm", rms_norm_by_definition)
     assert torch.equal(y.isnan(), norm.by_torch(norm.x, torch.float32, torch.float32)["y"].isnan())
     eager = norm.gradients_by_torch(None, torch.float32)
     for name, found in norm.backward(machine, None, torch.float32).items():
-        assert torch.equal(found.isnan(), eager[name].isnan())
+        assert torch.equal(found.isnan(), eager[name].isnan()), name
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["layer norm", "RMS norm"])

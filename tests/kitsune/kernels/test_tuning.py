@@ -95,9 +95,20 @@ def test_a_form_that_does_not_work_is_passed_over(device: Callable[[Times], Devi
 
 
 def test_where_none_works_all_reasons_are_told(device: Callable[[Times], Device]) -> None:
-    gpu = device({"small": ValueError("no code"), "large": RuntimeError("out of resource")})
-    with pytest.raises(RuntimeError, match=r"mm works on cuda:0: 'small': no code; 'large': out of resource"):
+    """That of the first form at the front, and of each the first line."""
+    reason = ValueError("no code\nat line 3")
+    gpu = device({"small": reason, "large": RuntimeError("out of resource")})
+    told = "on cuda:0: ValueError: no code for 'small'; RuntimeError: out of resource for 'large'; the kernel is mm 8x8"
+    with pytest.raises(RuntimeError, match=told) as raised:
+        choose("mm 8x8", ("small", "large"), gpu.run, CUDA)
+    assert raised.value.__cause__ is reason
+
+
+def test_a_launch_that_does_not_fit_its_kernel_is_no_matter_of_the_form(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": TypeError("got multiple values for argument 'depth'")})
+    with pytest.raises(TypeError, match="multiple values for argument 'depth'"):
         choose("mm", ("small", "large"), gpu.run, CUDA)
+    assert gpu.timed == []
 
 
 def test_on_the_cpu_and_without_a_choice_nothing_is_timed(device: Callable[[Times], Device]) -> None:

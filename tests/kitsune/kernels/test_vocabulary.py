@@ -53,7 +53,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    return interpreted("vocabulary_triton")
+    return interpreted("linear_triton", "vocabulary_triton")
 
 
 @pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])

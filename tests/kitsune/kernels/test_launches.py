@@ -1,0 +1,182 @@
+"""Every launch of a kernel: whether its arguments fit, and its forms compile for a GPU, without there being one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from kitsune import kernels
+from tests.kitsune.kernels import (
+    test_adam,
+    test_batch_norm,
+    test_casts,
+    test_grouped_update,
+    test_head,
+    test_layer_norm,
+    test_linear,
+    test_pool,
+    test_small_conv,
+    test_vocabulary,
+)
+from tests.kitsune.kernels.offline import bind, compiled
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+MOST_SHARED_BYTES = 227 * 1024  # of a block, for compute capability 9.0
+WIDTHS = (784, 512, 256, 10)  # of an MLP
+BATCH = 64
+
+
+def launch_adam() -> None:
+    from kitsune.kernels import adam_triton
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in ({}, {"amsgrad": True, "weight_decay": 0.1, "decoupled": True}):
+            run = test_adam.Run(("cpu", adam_triton.launch), test_adam.SIZES, **options)
+            run.step([param.to(dtype) for param in run.params], torch.zeros(()))
+
+
+def launch_grouped_update() -> None:
+    from kitsune.kernels import grouped_update_triton
+
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs, inputs = ([torch.zeros(BATCH, width, dtype=dtype) for width in part] for part in (WIDTHS[1:], WIDTHS))
+        parameters = list(nn.Sequential(*map(nn.Linear, WIDTHS, WIDTHS[1:])).parameters())
+        layers, scalar = [0, 0, 1, 1, 2, 2], torch.ones(())
+        grouped_update_triton.linear_adam(
+            outputs, inputs[:-1], layers, parameters, parameters, parameters, [], [scalar] * 6, [], [],
+            lr=scalar, **test_grouped_update.ADAM,
+        )  # fmt: skip
+        grouped_update_triton.linear_sgd(
+            outputs, inputs[:-1], layers, parameters, parameters, [], [],
+            lr=scalar, **{**test_grouped_update.SGD, "momentum": 0.9},
+        )  # fmt: skip
+
+
+def launch_head() -> None:
+    from kitsune.kernels import head_triton
+
+    machine = test_head.Machine("cpu", head_triton)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = test_head.operands((BATCH, WIDTHS[-1], WIDTHS[-2]), dtype)
+        machine.head(*given, given[0], "relu", dtype=dtype, scale=torch.ones(()), allow_tf32=True)
+        machine.head(*given, None, "none", dtype=dtype)
+
+
+def launch_linear() -> None:
+    from kitsune.kernels import linear_triton
+
+    machine = test_linear.Machine("cpu", linear_triton)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias = test_linear.operands((BATCH, WIDTHS[1], WIDTHS[0]), (dtype, torch.float32))
+        y, _ = machine.linear(x, weight, bias, "gelu", dtype=dtype, keep_preactivation=True)
+        machine.input_gradient(y, weight, x, "gelu", dtype=dtype)
+
+
+def launch_layer_norm() -> None:
+    from kitsune.kernels import layer_norm_triton
+
+    machine = test_layer_norm.Machine("cpu", layer_norm_triton)
+    for shape in ((333, 768), (3, 20001)):
+        for mean in (True, False):
+            norm = test_layer_norm.Norm(shape, torch.bfloat16, "cpu", mean)
+            norm.forward(machine, norm.residual, torch.bfloat16)
+            norm.backward(machine, norm.grad_total, torch.float32)
+
+
+def launch_batch_norm() -> None:
+    from kitsune.kernels import batch_norm_triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        machine = test_batch_norm.Machine("cpu", batch_norm_triton, patch)
+        for case in (test_batch_norm.SPLIT, test_batch_norm.IN_ONE):
+            machine.use(case[2])
+            a, b = (test_batch_norm.Norm(case, torch.bfloat16, "cpu", seed) for seed in range(2))
+            options = {"momentum": 0.1, "eps": 1e-5}
+            y, *of_a = machine.batch_norm(a.x, a.residual, a.weight, a.bias, *a.running(), **options, relu=True)
+            machine.batch_norm_backward(a.grad_y, a.x, None, a.weight, a.bias, *of_a, relu=True)
+            machine.batch_norm_residual_backward(a.grad_y, a.x, y, a.weight, *of_a)
+            operands = a.x, a.weight, a.bias, *a.running(), b.x, b.weight, b.bias, *b.running()
+            y, *of_both = machine.batch_norm_join(*operands, momentum_a=0.1, eps_a=0.1, momentum_b=0.1, eps_b=0.1)
+            of_a, of_b = of_both[:2], of_both[2:]
+            machine.batch_norm_join_backward(a.grad_y, y, a.x, a.weight, a.bias, *of_a, b.x, b.weight, b.bias, *of_b)
+
+
+def launch_casts() -> None:
+    from kitsune.kernels import casts_triton
+
+    test_casts.interpreted_operator(casts_triton)([torch.zeros(5000), torch.zeros(7)], torch.bfloat16)
+
+
+def launch_pool() -> None:
+    from kitsune.kernels import pool_triton
+
+    forward, backward = test_pool.interpreted_operators(pool_triton)[1:3]
+    x, windows = torch.zeros(2, 7, 14, 13), test_pool.WINDOWS[1]
+    y, position = forward(x, *windows, relu=True, channels_last=True)
+    backward(y, position, x.shape[2:], *windows, channels_last=True)
+
+
+def launch_small_conv() -> None:
+    from kitsune.kernels import small_conv_triton
+
+    operators, case = test_small_conv.interpreted_operators(small_conv_triton), test_small_conv.LENET_2
+    test_small_conv.by_operators(operators, case, test_small_conv.data(case, "cpu"), torch.bfloat16, False)
+
+
+def launch_vocabulary() -> None:
+    from kitsune.kernels import vocabulary_triton
+
+    machine = test_vocabulary.Machine("cpu", vocabulary_triton)
+    test_vocabulary.Loss((40, 5000), torch.bfloat16, "cpu").outcome(machine, in_place=True)
+    weight, indices = torch.zeros(11, 768), torch.zeros(300, dtype=torch.int64)
+    found = machine.embedding(weight, indices, weight, indices)
+    machine.embedding_backward(found, indices, num_embeddings=11, padding_idx=-1, dtype=torch.float32)
+
+
+LAUNCHES = [
+    launch_adam,
+    launch_grouped_update,
+    launch_head,
+    launch_linear,
+    launch_layer_norm,
+    launch_batch_norm,
+    launch_casts,
+    launch_pool,
+    launch_small_conv,
+    launch_vocabulary,
+]
+
+
+def launch_all() -> None:
+    for launch in LAUNCHES:
+        launch()
+
+
+def names_of_kernels() -> set[str]:
+    """Triton's functions that no other one calls."""
+    from triton import JITFunction
+
+    names = [one.name for one in pkgutil.iter_modules(kernels.__path__, "kitsune.kernels.")]
+    modules = [importlib.import_module(name) for name in names if name.endswith("_triton")]
+    members = {name: one for module in modules for name, one in vars(module).items()}
+    functions = {name: one for name, one in members.items() if isinstance(one, JITFunction)}
+    return functions.keys() - {name for one in functions.values() for name in one.fn.__code__.co_names}
+
+
+def test_arguments_fit_all_kernels() -> None:
+    """Nothing is compiled. The interpreter knows neither Triton's options nor which types it takes."""
+    assert set(bind(launch_all)) == names_of_kernels()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_all_forms_compile_and_fit_a_processor(launch: Callable[[], None]) -> None:
+    found = compiled(launch)
+    assert found
+    assert max(one.shared_bytes for one in found) <= MOST_SHARED_BYTES
