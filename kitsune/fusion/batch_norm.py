@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from kitsune.fusion.match import Builder, Match
+from kitsune.fusion.match import Builder, Match, same_layout
 from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result, taken_from
 from kitsune.graph import dataflow
 from kitsune.kernels import batch_norm  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def forward(node: fx.Node) -> Iterator[Match]:
@@ -143,8 +145,9 @@ def _backward(
 
     def build(builder: Builder) -> list[fx.Node]:
         made = builder.call(
-            kitsune.batch_norm_backward.default, grad, x, y, weight, bias, mean, invstd, relu=masked is not None
-        )
+            kitsune.batch_norm_backward.default,
+            _laid_out(builder, grad, x), x, y, weight, bias, mean, invstd, relu=masked is not None,
+        )  # fmt: skip
         return builder.results(made)
 
     name = "batch norm backward" if masked is None else "relu + batch norm backward"
@@ -157,7 +160,9 @@ def _residual_backward(node: fx.Node, masked: fx.Node) -> Match:
     grad, y, _ = arguments(masked)
 
     def build(builder: Builder) -> list[fx.Node]:
-        made = builder.call(kitsune.batch_norm_residual_backward.default, grad, x, y, weight, mean, invstd)
+        made = builder.call(
+            kitsune.batch_norm_residual_backward.default, _laid_out(builder, grad, x), x, y, weight, mean, invstd
+        )
         grad_x, grad_residual, grad_weight, grad_bias = builder.results(made)
         return [grad_x, grad_weight, grad_bias, grad_residual]
 
@@ -185,13 +190,23 @@ def _join_backward_of(
     def build(builder: Builder) -> list[fx.Node]:
         made = builder.call(
             kitsune.batch_norm_join_backward.default,
-            grad, y, a, weight_a, biases[0], mean_a, invstd_a, b, weight_b, biases[1], mean_b, invstd_b,
+            _laid_out(builder, grad, a), y,
+            a, weight_a, biases[0], mean_a, invstd_a, b, weight_b, biases[1], mean_b, invstd_b,
         )  # fmt: skip
         return builder.results(made)
 
     nodes = [masked, *(node for branch in branches for node in _apart(branch))]
     results = [found for branch in branches for found in _gradients(branch)]
     return Match.of("relu + batch norm backward + batch norm backward", nodes, results, build, biases, given)
+
+
+def _laid_out(builder: Builder, grad: fx.Node, x: fx.Node) -> fx.Node:
+    """`grad` in memory as `x` is: that of a mean over an image, say, is contiguous whatever the images are."""
+    value, like = grad.meta["val"], x.meta["val"]
+    if value.size() != like.size() or same_layout(value, like) or like.dim() not in _CHANNELS_LAST:
+        return grad
+    memory_format = torch.contiguous_format if like.is_contiguous() else _CHANNELS_LAST[like.dim()]
+    return builder.call(aten.clone.default, grad, memory_format=memory_format)
 
 
 def _saved(node: fx.Node) -> tuple[Any, ...]:

@@ -39,14 +39,19 @@ class FusionEngine:
         return fx.GraphModule(module, graph), tuple(fusions)
 
     def _try(self, graph: fx.Graph, matches: Iterable[Match]) -> Iterable[Fusion]:
+        """What was tried; of several ways to replace the same operators the one used, else the first."""
+        tried: dict[tuple[str, tuple[str, ...]], Fusion] = {}
         for match in matches:
             fusion = self._judged(match)
             if fusion is None:
                 continue
-            yield fusion
+            way = fusion.template, fusion.operators
             if fusion.refusal is None:
+                tried[way] = fusion
                 splice(graph, match)
-                return
+                break
+            tried.setdefault(way, fusion)
+        return tried.values()
 
     def _judged(self, match: Match) -> Fusion | None:
         """None where the graph does not allow the replacement."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from kitsune.fusion.linear import ActivationBackward, Layer, activation_backward, layers
+from kitsune.fusion.losses import find_cross_entropy
 from kitsune.fusion.match import Builder, Match
-from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result
+from kitsune.fusion.nodes import arguments, aten, calls, only_user, result
 from kitsune.fusion.operands import Reading, allows_tf32, shaped
 from kitsune.kernels import head  # noqa: F401 - defines the operator
 
@@ -61,33 +62,17 @@ def _loss(logits: fx.Node) -> Loss | None:
     """What follows `logits`, if that is a cross-entropy that the kernel knows, and uses its values for nothing else."""
     cast = only_user(logits, aten._to_copy.default)
     softmax = only_user(cast or logits, aten._log_softmax.default)
-    if softmax is None or softmax.meta["val"].dtype != torch.float32 or arguments(softmax)[1] not in (1, -1):
+    loss = None if softmax is None else find_cross_entropy(softmax)
+    if loss is None:
         return None
-    forward = _user(softmax, aten.nll_loss_forward.default)
-    backward = _user(softmax, aten.nll_loss_backward.default)
-    softmax_backward = _user(softmax, aten._log_softmax_backward_data.default)
-    if forward is None or backward is None or softmax_backward is None or not is_taken_apart(forward):
+    _, targets, _, reduction, ignore_index = arguments(loss.forward)
+    grad_cast = only_user(loss.softmax_backward, aten._to_copy.default)
+    ends = [node for node in (loss.softmax_backward, grad_cast) if node is not None and _has_dtype_of(node, logits)]
+    if reduction != _MEAN or not ends:
         return None
-    _, targets, weight, reduction, ignore_index = arguments(forward)
-    scale, *same, total_weight = arguments(backward)
-    grad, output, dim, _ = arguments(softmax_backward)
-    is_loss = weight is None and reduction == _MEAN and targets is not softmax
-    belongs = tuple(same) == arguments(forward) and total_weight is result(forward, 1) and scale is not softmax
-    if not is_loss or not belongs or (grad, output) != (backward, softmax) or dim not in (1, -1):
-        return None
-    grad_cast = only_user(softmax_backward, aten._to_copy.default)
-    gradients = [node for node in (softmax_backward, grad_cast) if node is not None and _has_dtype_of(node, logits)]
-    if not gradients:
-        return None
-    nodes = [cast, softmax, forward, *forward.users, backward, softmax_backward, gradients[0]]
-    present = tuple(dict.fromkeys(node for node in nodes if node is not None))
-    return Loss(present, result(forward, 0), targets, ignore_index, scale)
-
-
-def _user(node: fx.Node, target: Any) -> fx.Node | None:
-    """The one user of `node` that calls `target`."""
-    found = [user for user in node.users if calls(user, target)]
-    return found[0] if len(found) == 1 else None
+    others = {*loss.nodes, *([] if cast is None else [cast])} - {ends[0]}
+    nodes = (*sorted(others), ends[0])
+    return Loss(nodes, result(loss.forward, 0), targets, ignore_index, arguments(loss.backward)[0])
 
 
 def _has_dtype_of(node: fx.Node, logits: fx.Node) -> bool:

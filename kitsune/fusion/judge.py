@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from kitsune.errors import first_line
+from kitsune.fusion.agreement import agree, examples
 from kitsune.fusion.match import Alone
-from kitsune.graph import dataflow
 from kitsune.graph.signature import graph_signature
 from kitsune.timing import CostCache, device_us
 
@@ -22,11 +22,6 @@ _SECONDS = 0.1
 
 # Most of a trial is compiling the forms of a kernel.
 _TRIAL_SECONDS = 30.0
-
-# Both round differently. Of the norm of a difference, relative to that of the result: a rounding of the lowest
-# precision costs a quarter of its epsilon, and the order of a sum matters to float32.
-_ROUNDINGS = 1.5
-_SUMS = 1e-4
 
 _NEVER_US = 1e11  # kept for what does not work
 
@@ -97,65 +92,3 @@ class Measured:
     def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS)
-
-
-def examples(given: fx.GraphModule, device: torch.device) -> Sequence[torch.Tensor]:
-    """Inputs, equal at each call: of normal numbers, but for positive ones in scalars and vectors.
-
-    Integers are 0, which is a valid class, index and count; half of the Booleans are true.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    free = [_example(node.meta["val"], generator) for node in dataflow.placeholders(given.graph)]
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        made: Sequence[torch.Tensor] = given.forward(*free)
-    return made
-
-
-def _example(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    device = generator.device
-    size = [1 if stride == 0 else size for size, stride in zip(value.size(), value.stride(), strict=True)]
-    made = torch.empty_strided(size, value.stride(), dtype=value.dtype, device=device)
-    if value.dtype == torch.bool:
-        made.copy_(torch.rand(size, generator=generator, device=device) < 0.5)
-    elif not value.dtype.is_floating_point:
-        made.zero_()
-    else:
-        draw = torch.rand if value.dim() < 2 else torch.randn
-        made.copy_(draw(size, generator=generator, device=device))
-    return made.expand(value.size())
-
-
-def agree(alone: Alone, device: torch.device) -> bool:
-    """Whether the results are the same but for rounding, and so is what is written to the inputs."""
-    floats = [tensor.dtype for node in alone.before.graph.nodes for tensor in dataflow.tensors(node)]
-    lowest = max((torch.finfo(dtype).eps for dtype in floats if dtype.is_floating_point), default=0.0)
-    tolerance = max(_ROUNDINGS * lowest, _SUMS)
-    initial = examples(alone.given, device)
-    written = {*dataflow.written_inputs(alone.before.graph), *dataflow.written_inputs(alone.after.graph)}
-    results, changes = [], []
-    for module in (alone.before, alone.after):
-        inputs = examples(alone.given, device)
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            results.append(module.forward(*inputs))
-        changes.append([inputs[place].double() - initial[place].double() for place in sorted(written)])
-    same = all(_error(one, other) <= tolerance for one, other in zip(*results, strict=True))
-    return same and all(_error(one, other) <= tolerance + _SUMS for one, other in zip(*changes, strict=True))
-
-
-def _error(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Of `other`, relative to `one`, where they are not equal or both no numbers.
-
-    Infinite where only one is no number, where there are none but such, and for tensors of another kind.
-    """
-    if (one.dtype, one.size()) != (other.dtype, other.size()):
-        return float("inf")
-    if one.numel() == 0:
-        return 0.0
-    if one.is_floating_point() and bool(one.isnan().all()):
-        return float("inf")
-    one, other = one.double(), other.double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    finite = torch.where(one.isfinite(), one, 0)
-    difference = torch.linalg.vector_norm(torch.where(same, 0, one - other))
-    error = float(difference / torch.linalg.vector_norm(finite).clamp_min(1e-30))
-    return error if error == error else float("inf")

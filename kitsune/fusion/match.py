@@ -227,13 +227,17 @@ def _refresh_aliases(node: fx.Node) -> None:
             _refresh_aliases(user)
 
 
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of as many dimensions have the same strides, where those matter."""
+    strides = zip(one.size(), one.stride(), other.stride(), strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in strides)
+
+
 def _refuse_other(node: fx.Node, stand_in: fx.Node) -> None:
     """Raises ValueError unless `stand_in` can be used where `node` is."""
     one, other = node.meta["val"], stand_in.meta["val"]
-    strides = zip(one.size(), one.stride(), other.stride(), strict=True) if one.dim() == other.dim() else ()
-    if (one.dtype, one.size(), one.device) != (other.dtype, other.size(), other.device) or any(
-        size > 1 and mine != theirs for size, mine, theirs in strides
-    ):
+    is_alike = (one.dtype, one.size(), one.device) == (other.dtype, other.size(), other.device)
+    if not is_alike or not same_layout(one, other):
         raise ValueError(f"a result is {_layout(one)}, what replaces it {_layout(other)}")
 
 

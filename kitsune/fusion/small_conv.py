@@ -20,6 +20,8 @@ from kitsune.kernels import small_conv  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
 
+_MOST_CHANNELS = 64  # that the operators take, on either side
+
 
 class _Backward(NamedTuple):
     """The backward of a convolution.
@@ -60,7 +62,7 @@ def forward(node: fx.Node) -> Iterator[Match]:
     if not calls(node, aten.convolution.default):
         return
     x, weight, bias, *geometry = arguments(node)
-    if not _is_plain(geometry):
+    if not _is_small(weight, geometry):
         return
     for relu in dict.fromkeys((only_user(node, aten.relu.default), None)):
         nodes = [node] if relu is None else [node, relu]
@@ -75,7 +77,7 @@ def backward(node: fx.Node) -> Iterator[Match]:
     if not calls(node, aten.convolution_backward.default) or not is_taken_apart(node):
         return
     grad, x, weight, _, *geometry, _ = arguments(node)
-    if not _is_plain(geometry):
+    if not _is_small(weight, geometry):
         return
     conv = _Backward(node, x, geometry[0], geometry[1], grad.meta["val"].dtype)
     masked = _masked(conv)
@@ -89,9 +91,10 @@ def backward(node: fx.Node) -> Iterator[Match]:
             yield Match.of(name, reading.nodes, results, build, [*reading.operands, found.activation], reading.given)
 
 
-def _is_plain(geometry: Sequence[Any]) -> bool:
+def _is_small(weight: fx.Node, geometry: Sequence[Any]) -> bool:
     _, _, dilation, transposed, _, groups = geometry
-    return set(dilation) == {1} and not transposed and groups == 1
+    is_plain = set(dilation) == {1} and not transposed and groups == 1
+    return is_plain and max(weight.meta["val"].shape[:2]) <= _MOST_CHANNELS
 
 
 def _masked(conv: _Backward) -> fx.Node | None:

@@ -8,14 +8,15 @@ embedding_backward(cast?(grad))
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from kitsune.fusion.losses import CrossEntropy, find_cross_entropy
 from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.moves import Path, cast_after, is_view, repeated, without_cast
-from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, result
+from kitsune.fusion.nodes import arguments, aten, calls, result
 from kitsune.graph import dataflow
 from kitsune.kernels import vocabulary  # noqa: F401 - defines the operators
 
@@ -25,22 +26,19 @@ _REDUCTIONS = {1: "mean", 2: "sum"}
 
 
 class _Loss(NamedTuple):
-    """The cross-entropy of logits, and its backward.
+    """A cross-entropy.
 
     Attributes:
-        softmax, forward, backward, softmax_backward: the operators that compute it.
-        scale: what the gradient of the loss is computed with, the last one being it; in the order of the graph.
+        itself: the operators that compute it.
+        scale: what its gradient is computed with, the last one being it; in the order of the graph.
     """
 
-    softmax: fx.Node
-    forward: fx.Node
-    backward: fx.Node
-    softmax_backward: fx.Node
+    itself: CrossEntropy
     scale: tuple[fx.Node, ...]
 
     @property
     def nodes(self) -> list[fx.Node]:
-        return [self.softmax, self.forward, *self.forward.users, self.backward, self.softmax_backward, *self.scale]
+        return [*self.itself.nodes, *self.scale]
 
 
 class _Logits(NamedTuple):
@@ -108,30 +106,13 @@ def embedding_backward(node: fx.Node) -> Iterator[Match]:
     yield Match.of("embedding backward", [node, *path.nodes], [node], build, [path.source])
 
 
-def _loss(softmax: fx.Node) -> _Loss | None:
-    """The loss of which `softmax` is the first operator, if the kernel knows it and nothing else uses its values."""
-    if not calls(softmax, aten._log_softmax.default) or arguments(softmax)[1] not in (1, -1):
+def _loss(node: fx.Node) -> _Loss | None:
+    """The loss of which `node` is the first operator, if the kernel knows it."""
+    loss = find_cross_entropy(node)
+    if loss is None or arguments(loss.forward)[3] not in _REDUCTIONS:
         return None
-    forward = _user(softmax, aten.nll_loss_forward.default)
-    backward = _user(softmax, aten.nll_loss_backward.default)
-    softmax_backward = _user(softmax, aten._log_softmax_backward_data.default)
-    if forward is None or backward is None or softmax_backward is None or not is_taken_apart(forward):
-        return None
-    of, targets, weight, reduction, _ = arguments(forward)
-    scale, *same, total_weight = arguments(backward)
-    is_known = of is softmax and weight is None and reduction in _REDUCTIONS and targets is not softmax
-    belongs = same == list(arguments(forward)) and total_weight is result(forward, 1) and scale is not softmax
-    grad, output, dim, _ = arguments(softmax_backward)
-    if not is_known or not belongs or (grad, output) != (backward, softmax) or dim not in (1, -1):
-        return None
-    is_wide = softmax.meta["val"].dtype == softmax_backward.meta["val"].dtype == torch.float32
-    return _Loss(softmax, forward, backward, softmax_backward, _made_since(forward, scale)) if is_wide else None
-
-
-def _user(node: fx.Node, target: Any) -> fx.Node | None:
-    """The one user of `node` that calls `target`."""
-    found = [user for user in node.users if calls(user, target)]
-    return found[0] if len(found) == 1 else None
+    keeps_type = loss.softmax.meta["val"].dtype == loss.softmax_backward.meta["val"].dtype
+    return _Loss(loss, _made_since(loss.forward, arguments(loss.backward)[0])) if keeps_type else None
 
 
 def _made_since(start: fx.Node, scale: fx.Node) -> tuple[fx.Node, ...]:
@@ -158,11 +139,11 @@ def _is_of_scalars(node: fx.Node) -> bool:
 
 def _logits(loss: _Loss) -> _Logits:
     """In the precision that they were cast from, if their gradient is cast to it again."""
-    (normalized,) = loss.softmax.all_input_nodes
-    before = without_cast(normalized, [loss.softmax])
-    after = cast_after(loss.softmax_backward, before.source.meta["val"].dtype) if before.nodes else None
+    (normalized,) = loss.itself.softmax.all_input_nodes
+    before = without_cast(normalized, [loss.itself.softmax])
+    after = cast_after(loss.itself.softmax_backward, before.source.meta["val"].dtype) if before.nodes else None
     if after is None:
-        return _Logits(Path(normalized, ()), Path(loss.softmax_backward, ()))
+        return _Logits(Path(normalized, ()), Path(loss.itself.softmax_backward, ()))
     return _Logits(before, after)
 
 
@@ -185,11 +166,11 @@ def _made_by(path: Path, loss: _Loss) -> tuple[fx.Node, ...]:
 
 def _cross_entropy(loss: _Loss, logits: _Logits, made: Sequence[fx.Node], *, in_place: bool) -> Match:
     """With the operators that have `made` the logits, which are then not among the inputs and may be overwritten."""
-    _, targets, _, reduction, ignore_index = arguments(loss.forward)
+    _, targets, _, reduction, ignore_index = arguments(loss.itself.forward)
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": 0.0}
-    count = result(loss.forward, 1)
+    count = result(loss.itself.forward, 1)
     nodes = [*loss.nodes, *logits.before.nodes, *logits.after.nodes, *made]
-    value = result(loss.forward, 0)
+    value = result(loss.itself.forward, 0)
     kept = [node for node in (count, *loss.scale) if node is not None and _is_used_outside(node, nodes)]
 
     def build(builder: Builder) -> list[fx.Node]:
@@ -198,7 +179,7 @@ def _cross_entropy(loss: _Loss, logits: _Logits, made: Sequence[fx.Node], *, in_
         computed = builder.results(builder.call(kitsune.cross_entropy.default, rows, targets, **options))
         stand_ins = {node: one for node, one in ((value, computed[0]), (count, computed[3])) if node is not None}
         stand_ins |= _copies(builder, loss.scale, stand_ins)
-        scale = arguments(loss.backward)[0]
+        scale = arguments(loss.itself.backward)[0]
         gradient = builder.call(
             kitsune.cross_entropy_backward_.default if in_place else kitsune.cross_entropy_backward.default,
             stand_ins.get(scale, scale), rows, targets, *computed[1:], **options,

@@ -14,6 +14,7 @@ from kitsune.graph import dataflow
 from kitsune.graph.verify import refuse_graph
 from kitsune.passes.drop_dead import drop_dead
 from kitsune.passes.in_place import in_place, out_of_place
+from kitsune.passes.native_batch_norm import native_batch_norm
 from kitsune.passes.simplify import simplify
 from kitsune.passes.split_backward import split_backward
 from kitsune.passes.split_update import split_update
@@ -29,8 +30,9 @@ CLEARING: Passes = (
     ("simplify", simplify),
     ("drop dead", drop_dead),
     ("out of place", out_of_place),
+    ("native batch norm", native_batch_norm),
 )
-"""The passes after which every node stands for one value, so that operators can be matched and moved."""
+"""The passes after which every node stands for one value, so that operators can be matched and moved by themselves."""
 
 FINISHING: Passes = (("drop dead", drop_dead), ("in place", in_place))
 """The passes for a graph whose operators have been fused."""

@@ -29,7 +29,6 @@ from kitsune.execution.on_streams import OnStreams
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.loop import by_address, planning, whole_step
-from kitsune.loop.contest import Contest
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
@@ -44,6 +43,7 @@ from tests.kitsune.delays import (
     with_delays,
     without,
 )
+from tests.kitsune.plans import let_win
 from tests.kitsune.steps import traced_step
 from tests.kitsune.test_streams import costs_of_a_gpu
 
@@ -296,7 +296,7 @@ def settle(step: kitsune.TrainStep, x: Tensor, y: Tensor) -> None:
 @pytest.fixture
 def _streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the plan on several streams win that the simulation ranks highest."""
-    monkeypatch.setattr(Contest, "_best", lambda contest: 1)
+    let_win(monkeypatch, lambda plan: plan.schedule.num_streams > 1)
 
 
 @pytest.mark.usefixtures("replay_is_faster", "_streams_win")

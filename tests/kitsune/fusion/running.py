@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from kitsune.capture.trace import trace
+from kitsune.fusion.agreement import agree
 from kitsune.fusion.engine import FusionEngine, Template
-from kitsune.fusion.judge import Verdict, agree
+from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.passes import pipeline
 from kitsune.plan import Fusion
@@ -18,10 +19,16 @@ from kitsune.plan import Fusion
 Function = Callable[..., Sequence[Tensor | None]]
 
 
+def parts(before: Function, after: Function, *inputs: Tensor) -> Alone:
+    """A part of a graph and its replacement, which both take `inputs`."""
+    graphs = (trace(function, inputs) for function in (before, after, lambda *tensors: list(tensors)))
+    return Alone(*graphs)
+
+
 def always(alone: Alone) -> Verdict:
     """Takes every replacement, and sees that it agrees with what it replaces."""
     device = next(node.meta["val"].device for node in alone.before.graph.nodes if node.op == "placeholder")
-    assert agree(alone, device)
+    assert agree(alone, device), f"{alone.before.graph}\ndiffers from\n{alone.after.graph}"
     return Verdict(None, 2.0, 1.0)
 
 
@@ -36,7 +43,9 @@ def fuse(
     cleared = pipeline.run(module, pipeline.CLEARING, verify=True)
     fused, fusions = FusionEngine(templates, judge).fuse(cleared)
     assert pipeline.problem(cleared.graph, fused.graph) is None
-    return pipeline.run(fused, pipeline.FINISHING, verify=True), fusions
+    result = pipeline.run(fused, pipeline.FINISHING, verify=True)
+    result.meta["fusions"] = fusions
+    return result, fusions
 
 
 def fused(
@@ -53,7 +62,13 @@ def operators(module: fx.GraphModule, namespace: str = "kitsune") -> Counter[str
     return Counter(target.overloadpacket.__name__ for target in targets if target.namespace == namespace)
 
 
-def run(module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
+def told(module: fx.GraphModule) -> str:
+    """What was tried to make `module`, and what is left: for the failure of a test."""
+    tried = [f"{fusion.template}: {fusion.refusal or 'used'}" for fusion in module.meta["fusions"]]
+    return "\n".join([*(tried or ["no template fits"]), *operators(module, "aten")])
+
+
+def run(module: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results, and what the inputs hold afterwards; `inputs` themselves stay as they are."""
     copies = [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device).copy_(x) for x in inputs]
     with torch.no_grad():

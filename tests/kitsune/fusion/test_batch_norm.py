@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import models
 from kitsune.capture.trace import trace
 from kitsune.fusion import batch_norm
-from tests.kitsune.fusion.running import always, assert_alike, fuse, fused, never, operators, run
+from tests.kitsune.fusion.running import always, assert_alike, fuse, fused, never, operators, run, told
 from tests.kitsune.steps import traced_step
 
 TEMPLATES = (batch_norm.forward, batch_norm.backward)
@@ -87,7 +87,7 @@ def test_what_is_fused_computes_the_same(case: str, device: str) -> None:
     function, tensors, wanted = CASES[case]
     tensors = [tensor.to(device) for tensor in tensors]
     module, new = fused(gradients(function), tensors, TEMPLATES)
-    assert operators(new) == wanted
+    assert operators(new) == wanted, told(new)
     assert not operators(new, "aten").keys() & {"native_batch_norm", "native_batch_norm_backward"}
     if case not in ("plain", "residual"):
         assert not operators(new, "aten").keys() & {"relu", "relu_", "threshold_backward"}
@@ -149,13 +149,35 @@ def test_float64_is_refused_with_the_reason() -> None:
     assert all("float" in (fusion.refusal or "") for fusion in fusions)
 
 
-def test_a_gradient_laid_out_differently_is_left_to_the_original() -> None:
-    def forward(x: Tensor, *state: Tensor) -> Tensor:
-        return F.relu(norm(x, list(state))).contiguous()
+def contiguous(x: Tensor, *state: Tensor) -> Tensor:
+    return with_relu(x, *state).contiguous()
 
-    tensors = inputs()
-    module, new = fused(gradients(forward), tensors, TEMPLATES)
-    assert operators(new)["batch_norm"] == 1
+
+def mean_of_block(x: Tensor, other: Tensor, *state: Tensor) -> Tensor:
+    """As a ResNet ends."""
+    return block(x, other, *state).mean((2, 3))
+
+
+def mean_of_join(x: Tensor, other: Tensor, *state: Tensor) -> Tensor:
+    return join(x, other, *state).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "images", "branches", "backward"),
+    [
+        (contiguous, 1, 1, "batch_norm_backward"),
+        (mean_of_block, 2, 1, "batch_norm_residual_backward"),
+        (mean_of_join, 2, 2, "batch_norm_join_backward"),
+    ],
+)
+def test_a_gradient_laid_out_differently_is_copied(
+    function: Callable[..., Tensor], images: int, branches: int, backward: str
+) -> None:
+    tensors = inputs(images, branches)
+    module, new = fused(gradients(function), tensors, TEMPLATES)
+    (call,) = [node for node in new.graph.nodes if node.name.startswith(backward)]
+    assert call.args[0].target is torch.ops.aten.clone.default
+    assert call.args[0].meta["val"].is_contiguous(memory_format=torch.channels_last)
     assert_alike(run(new, tensors), run(module, tensors), rtol=1e-4, atol=1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,9 +77,24 @@ def test_of_alternatives_the_first_that_is_worth_it() -> None:
     def alternatives(node: fx.Node) -> Iterable[Match]:
         return [*pairs(node), *pairs(node), *pairs(node)]
 
-    new, fusions = FusionEngine((alternatives,), judge).fuse(traced(lambda x: [x.sin().exp()], X))
-    assert len(judged) == len(fusions) == 2
+    new, (fusion,) = FusionEngine((alternatives,), judge).fuse(traced(lambda x: [x.sin().exp()], X))
+    assert len(judged) == 2
+    assert fusion.refusal is None, "the refusal of another way to replace the same operators is of no interest"
     assert count(new, aten.exp2.default) == 1
+
+
+def test_ways_to_replace_the_same_operators_are_listed_once() -> None:
+    refusals = ["its results differ", "it is not faster", "it is not faster"]
+
+    def ways(node: fx.Node) -> Iterable[Match]:
+        return [*pairs(node), *pairs(node), *(replace(match, template="another") for match in pairs(node))]
+
+    engine = FusionEngine((ways,), lambda _: Verdict(refusals.pop(0)))
+    _, fusions = engine.fuse(traced(lambda x: [x.sin().exp()], X))
+    assert [(fusion.template, fusion.refusal) for fusion in fusions] == [
+        ("exp of sin", "its results differ"),
+        ("another", "it is not faster"),
+    ]
 
 
 def other_user(x: Tensor) -> list[Tensor]:

@@ -23,6 +23,7 @@ from tests.kitsune.fusion.running import (
     never,
     operators,
     run,
+    told,
 )
 from tests.kitsune.kernels.interpreter import error, normal
 from tests.kitsune.passes.running import calls
@@ -87,7 +88,7 @@ def only_call(module: fx.GraphModule) -> fx.Node:
 def test_forward_and_backward(activation: str, dtype: torch.dtype, device: str) -> None:
     forward, tensors = activated(activation), inputs(device)
     module, new = fused(gradients(forward, dtype), tensors, TEMPLATES)
-    assert operators(new) == {"cross_entropy_head": 1}
+    assert operators(new) == {"cross_entropy_head": 1}, told(new)
     assert only_call(new).args[5] == activation
     assert not operators(new, "aten").keys() & {*LOSS, *BACKWARDS, "addmm"}
     assert operators(new, "aten")["mm"] == 1  # the weight's gradient
@@ -98,6 +99,19 @@ def test_forward_and_backward(activation: str, dtype: torch.dtype, device: str) 
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
         if wanted.is_floating_point():
             assert error(one, wanted) <= 2 * error(other, wanted) + unit * torch.finfo(dtype).eps
+
+
+def test_a_softmax_in_half_precision() -> None:
+    """Autocast on GPUs casts what it gives, not what it takes."""
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(F.relu(x.bfloat16()), weight.bfloat16(), bias.bfloat16())
+        return F.nll_loss(F.log_softmax(logits, 1).float(), targets)
+
+    module, new = fused(gradients(forward), inputs(), TEMPLATES)
+    assert operators(new) == {"cross_entropy_head": 1}, told(new)
+    assert not operators(new, "aten").keys() & {*LOSS, *BACKWARDS, "addmm"}
+    assert_alike(run(new, inputs()), run(module, inputs()), rtol=0.03, atol=0.03)
 
 
 def test_without_bias_and_with_another_index_to_ignore() -> None:

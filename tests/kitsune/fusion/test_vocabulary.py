@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from kitsune.capture.trace import trace
 from kitsune.fusion import head, linear, norms, vocabulary
-from tests.kitsune.fusion.running import always, assert_alike, fuse, fused, never, operators, run
+from tests.kitsune.fusion.running import always, assert_alike, fuse, fused, never, operators, run, told
 from tests.kitsune.fusion.transformer_steps import (
     assert_close_to_the_original,
     bert_step,
@@ -108,6 +108,19 @@ def test_cross_entropy_in_place(loss_fn: Loss, dtype: torch.dtype, device: str) 
         assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
         if right.is_floating_point():
             assert error(one, right) <= 2 * error(other, right) + torch.finfo(dtype).eps
+
+
+def of_a_softmax_in_half_precision(logits: Tensor, targets: Tensor) -> Tensor:
+    """Autocast on GPUs casts what it gives, not what it takes."""
+    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), 1).float(), targets.flatten())
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_softmax_in_half_precision(dtype: torch.dtype) -> None:
+    module, new = fused(gradients(of_a_softmax_in_half_precision, dtype), inputs(), TEMPLATES)
+    assert operators(new) == {"cross_entropy": 1, "cross_entropy_backward_": 1}, told(new)
+    assert not operators(new, "aten").keys() & LOSS
+    assert_alike(run(new, inputs()), run(module, inputs()), rtol=0.03, atol=0.03)
 
 
 def read_by_others(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> list[Tensor | None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from kitsune.graph import dataflow
 from kitsune.kernels.regions import Backend, Code
 from tests.kitsune.steps import bits
 
@@ -68,3 +71,39 @@ def _fits(value: object, result: object) -> bool:
 
 def _form(value: object) -> object:
     return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+class InFloat64(fx.Interpreter):
+    """Computes what is in float32 in float64, given inputs in that.
+
+    But for updates by Kitsune's own operators, which take float32 alone, and for random numbers, which depend on the
+    precision.
+    """
+
+    def run_node(self, node: fx.Node) -> Any:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if target.namespace != "kitsune" and not dataflow.draws_random_numbers(node):
+            args, kwargs = pytree.tree_map_only(torch.dtype, _doubled, (args, kwargs))
+            return _widened(target(*args, **kwargs))
+        narrow_args, narrow_kwargs = pytree.tree_map_only(Tensor, _narrowed, (args, kwargs))
+        made = target(*narrow_args, **narrow_kwargs)
+        for parameter, one, other in zip(target._schema.arguments, args, narrow_args, strict=False):
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                for wide, narrow in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
+                    wide.copy_(narrow)
+        return _widened(made)
+
+
+def _doubled(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else dtype
+
+
+def _widened(values: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda one: one.to(_doubled(one.dtype)), values)
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.float64 else tensor

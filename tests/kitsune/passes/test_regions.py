@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 import models
 from kitsune.capture.trace import trace
@@ -33,7 +32,15 @@ from kitsune.plan.legality import problem
 from kitsune.schedule import DataflowScheduler
 from kitsune.schedule.cost import measured_costs
 from kitsune.timing import CostCache
-from tests.kitsune.passes.running import OPERATORS, able, interpreted, names, results, values_are_right
+from tests.kitsune.passes.running import (
+    OPERATORS,
+    InFloat64,
+    able,
+    interpreted,
+    names,
+    results,
+    values_are_right,
+)
 from tests.kitsune.plan.running import effects, node_order, random_order
 from tests.kitsune.steps import TracedStep, bits, dropout_step, model_step, traced_step
 
@@ -697,25 +704,10 @@ def cuda_step(name: str) -> TracedStep:
 
 
 def in_float64(step: TracedStep) -> list[Tensor]:
-    """The loss and the gradients by the same operators, but for the update, in float64."""
-
-    class Doubled(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            result = super().run_node(node)
-            return result.double() if isinstance(result, Tensor) and result.is_floating_point() else result
-
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if "_fused_" in str(target):
-                return None
-            args, kwargs = pytree.tree_map_only(torch.dtype, _doubled, (args, kwargs))
-            return super().call_function(target, args, kwargs)
-
+    """The loss and the gradients by the same operators in float64."""
+    inputs = [one.double() if one.is_floating_point() else one for one in step.fresh_inputs()]
     with torch.no_grad():
-        return list(Doubled(step.module).run(*step.fresh_inputs()))
-
-
-def _doubled(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else dtype
+        return list(InFloat64(step.module).run(*inputs))
 
 
 def assert_as_accurate(fused: fx.GraphModule, step: TracedStep) -> None:

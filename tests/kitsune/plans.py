@@ -1,0 +1,40 @@
+"""Decides which plan a step is replayed by, whatever is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kitsune.fusion import judge
+from kitsune.kernels import tuning
+from kitsune.loop import contest, planning
+from kitsune.plan import Plan
+
+
+def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) -> None:
+    """Of the plans that may be faster than the one in order the first that `is_wanted` is tried, after few steps wins.
+
+    Without one, the plan in order stays.
+    """
+    others = planning.others
+
+    def only(*args: Any, **options: Any) -> tuple[planning.Planned, ...]:
+        return tuple(planned for planned in others(*args, **options) if is_wanted(planned.plan))[:1]
+
+    monkeypatch.setattr(planning, "others", only)
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
+    for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1)):
+        monkeypatch.setattr(contest, name, value)
+
+
+def fuse_all_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets replacements be used whatever their times, in channels_last where that is tried. Kernels keep one form."""
+    rewritten = planning.rewritten
+    monkeypatch.setattr(planning, "rewritten", lambda *args: rewritten(*args)[-1:])
+    monkeypatch.setattr(judge, "device_us", lambda *_, **__: 1.0)
+    monkeypatch.setattr(judge, "_CLEARLY_FASTER", 1.0)
+    monkeypatch.setattr(judge.Measured, "is_late", lambda _: False)
+    monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(tuning, "_fastest", lambda _key, forms, _run, _device: forms[0])
