@@ -57,6 +57,11 @@ def allows_tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+def convolutions_allow_tf32() -> bool:
+    """Whether cuDNN may round the operands of float32 convolutions to TF32."""
+    return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+
 def shaped(builder: Builder, node: fx.Node, like: fx.Node) -> fx.Node:
     """The elements of `node` in the shape of `like`."""
     shape = list(like.meta["val"].shape)

@@ -15,7 +15,7 @@ from torch import fx
 
 from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result
-from kitsune.fusion.operands import Reading, allows_tf32, readings
+from kitsune.fusion.operands import Reading, allows_tf32, convolutions_allow_tf32, readings
 from kitsune.kernels import small_conv  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
@@ -166,5 +166,8 @@ def _build_backward(reading: Reading, conv: _Backward, found: _Gradients, builde
 def _options(like: fx.Node | None, dtype: torch.dtype) -> Mapping[str, Any]:
     """What all three operators are told of the layout of their result, `like`, and of precision."""
     channels_last = like is not None and not like.meta["val"].is_contiguous()
-    tf32 = allows_tf32() and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return {"dtype": dtype, "channels_last": channels_last, "allow_tf32": tf32}
+    return {
+        "dtype": dtype,
+        "channels_last": channels_last,
+        "allow_tf32": allows_tf32() and convolutions_allow_tf32(),
+    }

@@ -192,7 +192,7 @@ def _forward(
 
     trial_a = training_a.without_effect(a)
     trial_b = None if b is None or training_b is None else training_b.without_effect(b)
-    key = f"batch_norm {a.x.dtype} {layout} relu={relu} residual={residual is not None} joined={b is not None}"
+    key = f"batch_norm {a.x.dtype} {layout} joined={b is not None}"
     run(_choose(key, layout, lambda form: run(form, trial_a, trial_b), y.device), training_a, training_b)
 
 
@@ -236,9 +236,8 @@ def _backward(
             masked, mask_by, *pairs, *matrix, parts.rows_a_program, relu=mask, **tile
         )
 
-    source = "none" if not relu else "x" if y is None else "y"
-    key = f"batch_norm_backward {a.x.dtype} {layout} mask={source} residual={grad_residual is not None}"
-    run(_choose(f"{key} joined={b is not None}", layout, run, grad_y.device))
+    key = f"batch_norm_backward {a.x.dtype} {layout} joined={b is not None}"
+    run(_choose(key, layout, run, grad_y.device))
 
 
 def _tile(form: Form, layout: Layout) -> dict[str, int]:
@@ -251,6 +250,7 @@ def _tile(form: Form, layout: Layout) -> dict[str, int]:
 
 
 def _choose(key: str, layout: Layout, run: Callable[[Form], None], device: torch.device) -> Form:
+    """What is done beside the normalization, such as ReLU, takes no other form: trying that out would take long."""
     return choose(key, forms(layout, _num_processors(device)), run, device)
 
 

@@ -14,6 +14,7 @@ from kitsune.errors import Refusal
 from kitsune.fusion.engine import FusionEngine
 from kitsune.fusion.judge import Judge, Measured, Verdict
 from kitsune.fusion.match import Alone
+from kitsune.fusion.operands import convolutions_allow_tf32
 from kitsune.fusion.templates import TEMPLATES
 from kitsune.graph import dataflow
 from kitsune.passes import pipeline
@@ -39,12 +40,18 @@ def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, 
     Nothing where there is nothing to fuse and only one layout.
     """
     cleared = pipeline.run(module, pipeline.CLEARING)
-    other = channels_last(cleared)
+    other = cleared if _rounds_by_layout(cleared) else channels_last(cleared)
     found = [_fused(cleared, device, ())]
     if other is not cleared:
         convolutions = tuple(node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS)
         found.append(_fused(other, device, (Fusion("channels last", convolutions, None, None, None),)))
     return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
+
+
+def _rounds_by_layout(module: fx.GraphModule) -> bool:
+    """Whether cuDNN may round operands of convolutions to TF32: it does in one layout and not in another."""
+    convolutions = [node for node in module.graph.nodes if node.target in _CONVOLUTIONS]
+    return convolutions_allow_tf32() and any(node.args[0].meta["val"].dtype == torch.float32 for node in convolutions)
 
 
 def _fused(cleared: fx.GraphModule, device: torch.device, before: tuple[Fusion, ...]) -> Rewritten:

@@ -59,6 +59,20 @@ def test_low_precision_is_allowed_its_rounding() -> None:
     assert not agree(parts(lambda x: [x.sin() * 3], before, X), CPU)
 
 
+def test_float32_stays_float32() -> None:
+    """An error as of TF32 in one of two operands is ten times that of a sum in another order."""
+
+    def summed(x: Tensor) -> list[Tensor]:
+        return [x.sin() @ x.t()]
+
+    def in_another_order(x: Tensor) -> list[Tensor]:
+        return [x[:, 512:].sin() @ x[:, 512:].t() + x[:, :512].sin() @ x[:, :512].t()]
+
+    given = torch.zeros(8, 1024)
+    assert agree(parts(summed, in_another_order, given), CPU)
+    assert not agree(parts(summed, lambda x: [summed(x)[0] * (1 + 2e-5)], given), CPU)
+
+
 def in_float32_alone(x: Tensor, y: Tensor) -> list[Tensor]:
     """As PyTorch's own kernels do where cuDNN's do not."""
     return [(x.bfloat16().float() @ y.float()).bfloat16()]
