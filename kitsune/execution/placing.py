@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +58,9 @@ def writers(graph: fx.Graph) -> Mapping[str, Writer]:
     return found
 
 
-def only_placed(graph: TaskGraph, placed: Mapping[str, object]) -> TaskGraph:
-    """`graph` with the values of other nodes than `placed` made empty: the allocator has memory for them."""
-    values = [value if value.name in placed else dataclasses.replace(value, num_bytes=0) for value in graph.values]
+def only(graph: TaskGraph, names: Container[str]) -> TaskGraph:
+    """`graph` with the values of other nodes than those of `names` made empty: there is other memory for them."""
+    values = [value if value.name in names else dataclasses.replace(value, num_bytes=0) for value in graph.values]
     return dataclasses.replace(graph, values=tuple(values))
 
 

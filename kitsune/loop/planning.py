@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from kitsune.execution.lower import Lowered, lower
-from kitsune.execution.placing import Writer, only_placed, places, writers
+from kitsune.execution.placing import Writer, only, places, writers
 from kitsune.loop.fusing import rewritten
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
+from kitsune.memory.pooled import pooled_bytes
 from kitsune.passes import pipeline
 from kitsune.plan import Costs, Fusion, Plan, Schedule, TaskGraph, task_graph
 from kitsune.schedule import DataflowScheduler, simulate
@@ -100,13 +101,24 @@ def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_stre
     serial = DataflowScheduler(num_streams=1).schedule(graph, costs)
     bound = int(_MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
     _, *schedules = DataflowScheduler(num_streams, max_bytes=bound).candidates(graph, costs)
-    placed = writers(split.graph)
-    return tuple(Planned(split, _plan(graph, schedule, costs, placed), placed) for schedule in schedules)
+    found = writers(split.graph)
+    return tuple(_placed(split, graph, schedule, costs, found) for schedule in schedules)
+
+
+def _placed(
+    module: fx.GraphModule, graph: TaskGraph, schedule: Schedule, costs: Costs, found: Mapping[str, Writer]
+) -> Planned:
+    """With an arena for the values that can be written there, if it takes less memory than it saves the allocator."""
+    left = only(graph, {value.name for value in graph.values} - found.keys())
+    arena_bytes = plan_memory(only(graph, found), schedule).arena_bytes
+    saves = arena_bytes < pooled_bytes(graph, schedule) - pooled_bytes(left, schedule)
+    placed = found if saves else {}
+    return Planned(module, _plan(graph, schedule, costs, placed), placed)
 
 
 def _plan(graph: TaskGraph, schedule: Schedule, costs: Costs, placed: Mapping[str, Writer]) -> Plan:
     """A plan whose arena holds the values of the nodes in `placed`; its `live_bytes` counts all values."""
-    memory = plan_memory(only_placed(graph, placed), schedule)
+    memory = plan_memory(only(graph, placed), schedule)
     memory = dataclasses.replace(memory, live_bytes=plan_memory(graph, schedule).live_bytes)
     simulation = simulate(graph, costs, schedule)
     spans = tuple(zip(simulation.start_us, simulation.end_us, strict=True))

@@ -31,7 +31,7 @@ from harness import environment, stats
 from kitsune.errors import RefusedError
 from kitsune.execution import stream_pool
 from kitsune.execution.graph_pool import GraphPool
-from kitsune.execution.placing import only_placed, writers
+from kitsune.execution.placing import only, writers
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
@@ -179,7 +179,7 @@ def plan(captured: Captured, attempt: Attempt) -> Planned:
     costs = measured_costs(module, graph, captured.inputs, limit_s=30.0)
     schedule = attempt.schedule(graph, costs)
     placed = writers(module.graph) if schedule.num_streams > 1 else {}
-    memory = plan_memory(only_placed(graph, placed), schedule)
+    memory = plan_memory(only(graph, placed), schedule)
     memory = dataclasses.replace(memory, live_bytes=plan_memory(graph, schedule).live_bytes)
     return Planned(module, Plan(graph, schedule, memory, costs, simulate(graph, costs, schedule).total_us), placed)
 

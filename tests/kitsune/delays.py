@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from kitsune.execution.lower import Lowered
-from kitsune.execution.placing import only_placed
+from kitsune.execution.placing import only
 from kitsune.loop.planning import Planned
 from kitsune.memory.planner import plan_memory
 from kitsune.plan import Plan, Wait
@@ -62,7 +62,7 @@ def one_after_another(planned: Planned) -> Planned:
     """The operators of `planned`, each in the form in which it runs there, on one stream."""
     plan = planned.plan
     schedule = DataflowScheduler(num_streams=1).schedule(plan.graph, plan.costs)
-    memory = plan_memory(only_placed(plan.graph, planned.writers), schedule)
+    memory = plan_memory(only(plan.graph, planned.writers), schedule)
     return dataclasses.replace(planned, plan=dataclasses.replace(plan, schedule=schedule, memory=memory))
 
 

@@ -123,6 +123,8 @@ class Program:
         self._graphs = GraphPool(self.streams)
         with pytest.MonkeyPatch.context() as patch:  # else the plans would differ from run to run
             patch.setattr(planning, "measured_costs", costs_of_a_gpu)
+            # All that can be placed in an arena is: it is what races would damage first.
+            patch.setattr(planning, "pooled_bytes", lambda graph, _: sum(value.num_bytes for value in graph.values))
             found = planning.challengers(self._step.module, self._step.inputs, NUM_STREAMS)
         self.plans = [_widest(found, strategy) for strategy in ("list", "chains")]
         self.in_order = one_after_another(self.plans[0])

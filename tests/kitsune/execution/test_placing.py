@@ -15,7 +15,7 @@ from kitsune.capture.trace import trace
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.lanes import HostLanes
 from kitsune.execution.lower import lower
-from kitsune.execution.placing import only_placed, places, writers
+from kitsune.execution.placing import only, places, writers
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.plan import Schedule, task_graph
@@ -29,7 +29,7 @@ class Placed:
     def __init__(self, module: fx.GraphModule, schedule: Schedule) -> None:
         self.tasks = task_graph(module.graph)
         self.writers = writers(module.graph)
-        self.plan = plan_memory(only_placed(self.tasks, self.writers), schedule)
+        self.plan = plan_memory(only(self.tasks, self.writers), schedule)
         self.arena = Block(torch.full((self.plan.arena_bytes,), 0xFF, dtype=torch.uint8))  # NaN, in floating point
         placed = places(module.graph, self.tasks, self.writers, self.plan, self.arena)
         self.lowered = lower(module, self.tasks, schedule, placed)
