@@ -1,0 +1,125 @@
+"""Models that were not known when Kitsune was made: they train as without it, accelerated or with a reason why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kitsune
+from kitsune.loop import contest, fusing
+from tests.kitsune.passes.running import OPERATORS
+from tests.kitsune.test_fusion import Judge, always
+from tests.kitsune.zoo import ZOO
+
+LONG = ("mobilenet_v2", "densenet121", "efficientnet_b0")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in ZOO]
+REASONS = {"lstm": "RNN, GRU, or LSTM"}
+STEPS = 6
+LEARNING_RATE = 1e-3  # with larger ones rounding decides what becomes of some of them
+
+
+class Run:
+    """A model of the zoo, trained with SGD."""
+
+    def __init__(self, name: str, form: str, device: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.kind, self.device = ZOO[name], device
+        self.model: nn.Module = self.kind.build().to(device)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.step: kitsune.TrainStep | None = None
+        if form == "train_step":
+            self.step = kitsune.TrainStep(self.model, self.kind.loss_fn, self.optimizer, **options)
+        elif form == "drop_in":
+            self.optimizer = kitsune.KitsuneOptimizer(self.optimizer, **options)
+        self.losses: list[Tensor] = []
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x, y = self.kind.batch(torch.Generator().manual_seed(len(self.losses)))
+            self.losses.append(self._train(x.to(self.device), y.to(self.device)))
+
+    def _train(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.step is not None:
+            return self.step(x, y)
+        self.optimizer.zero_grad()
+        loss = self.kind.loss_fn(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def status(self) -> kitsune.Status:
+        source = self.optimizer if self.step is None else self.step
+        assert isinstance(source, (kitsune.TrainStep, kitsune.KitsuneOptimizer))
+        return source.status()
+
+    def result(self) -> list[Tensor]:
+        return [torch.stack(self.losses), *self.model.state_dict().values()]
+
+
+def assert_alike(found: Run, wanted: Run) -> None:
+    for one, other in zip(found.result(), wanted.result(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def assert_one_step_alike(run: Run, eager: Run) -> None:
+    """From where `run` has come to; after many steps rounding makes a difference of its own."""
+    eager.model.load_state_dict(run.model.state_dict())
+    run.losses = []
+    for one in (eager, run):
+        torch.manual_seed(1)
+        one.train(1)
+    assert_alike(run, eager)
+
+
+@pytest.mark.parametrize("form", ["train_step", "drop_in"])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_as_without_kitsune(name: str, form: str) -> None:
+    eager, run = Run(name, "eager", "cpu"), Run(name, form, "cpu", mode="replay")
+    for one in (eager, run):
+        torch.manual_seed(1)
+        one.train(STEPS)
+    assert_alike(run, eager)
+    status = run.status()
+    if name in REASONS:
+        assert status.mode == "eager"
+        assert REASONS[name] in status.refusals[0]
+        assert "zoo.py" in status.refusals[0], "the line is named"
+    else:
+        assert status.replays >= STEPS - 2
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] not in REASONS])
+def test_fused_it_trains_as_without_kitsune(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By what computes on the CPU as the fused operators do on a GPU, with all replacements that agree."""
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    for module in ("whole_step", "step_loop"):
+        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
+    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(fusing, "channels_last", lambda module: module)
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: len(contest._makers) - 1)
+    for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1)):
+        monkeypatch.setattr(contest, constant, value)
+    eager, run = Run(name, "eager", "cpu"), Run(name, "train_step", "cpu", enable_fusion=True, num_streams=1)
+    run.train(4 * STEPS)
+    assert run.step is not None
+    plan = run.step.plan()
+    assert plan is not None
+    assert plan.is_fused, run.status()
+    assert_one_step_alike(run, eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(ZOO))
+def test_on_a_gpu_it_trains_or_steps_aside(name: str) -> None:
+    """When it has been chosen how, fusion included, a step does what eager's does."""
+    eager, run = Run(name, "eager", "cuda"), Run(name, "train_step", "cuda", enable_fusion=True)
+    run.train(300)
+    status = run.status()
+    assert status.mode == "replay" or (name in REASONS and REASONS[name] in status.refusals[0]), status
+    assert_one_step_alike(run, eager)
