@@ -87,3 +87,12 @@ def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[Non
     """Demands that the short way is in use, where the test is of a `TrainStep`."""
     yield
     assert any(taken) == (request.node.callspec.params.get("form", "train_step") == "train_step")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The largest model is planned and fused in the long runs, and on GPUs; on the CPU that takes long."""
+    for item in items:
+        of_largest = item.path.name == "test_parity.py" and "cpu-resnet18" in item.name
+        if of_largest and item.name.endswith(("streams]", "fused]")):
+            item.add_marker(pytest.mark.slow)

@@ -153,6 +153,7 @@ def launch_what_may_compute_in_pairs() -> None:
         backward(y, position, x.shape[2:], *windows, channels_last=channels_last)
 
 
+@pytest.mark.slow
 def test_does_not_compute_in_pairs() -> None:
     """In these cases LLVM would, and what ptxas makes of it is wrong."""
     compiled()
