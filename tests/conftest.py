@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ settings.load_profile("default")
 
 
 def pytest_configure() -> None:
-    """Of several test processes, each has one core."""
+    """Of several test processes, each has one core; all can be interrupted, as some tests do.
+
+    What a shell runs in the background may have been started with interrupts ignored.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +62,6 @@ class CudaGraph:
         handle = pool.enter()
         recording = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         current = torch.cuda.current_stream(device)
-        gc.collect()
         try:
             with torch.cuda.device(device), no_garbage_collection(), _own_workspaces(), recording:
                 self._outputs = run(self._inputs)
