@@ -34,11 +34,30 @@ def interpreted(*names: str) -> ModuleType:
 
 
 def patch_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """Lets the interpreter run Triton's own functions (`tl.cdiv`) in nested calls, and compute in bfloat16."""
+    """Lets the interpreter run Triton's own functions (`tl.cdiv`) in nested calls, and compute in bfloat16.
+
+    It also needs help to read a scalar with NumPy from 2.4 on, and to leave Triton as it was after nested calls, so
+    that the same process can compile kernels.
+    """
     from triton import language as tl
-    from triton.runtime import JITFunction
+    from triton.runtime import JITFunction, interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = interpreter._patch_lang(function.fn)
+        try:
+            return function.rewrite()(*args, **kwargs)
+        finally:
+            scope.restore()
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+    patch.setattr(InterpretedFunction, "__call__", call)
     for name, function in list(vars(tl).items()):
         if isinstance(function, JITFunction):
             patch.setattr(tl, name, InterpretedFunction(function.fn))

@@ -42,7 +42,7 @@ def compiled(launches: Launches) -> list[Compiled]:
 
 
 def _elsewhere(launches: Launches, compiles: bool) -> list[Compiled]:
-    """In another process: Triton 3.6 cannot compile any more after its interpreter has run."""
+    """In another process, where Triton can be told that there is a GPU."""
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_pretend, initargs=(compiles,)) as pool:
         return pool.submit(_run, launches).result()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kitsune.graph import dataflow
 from kitsune.graph.verify import refuse_graph
 from kitsune.kernels import adam
+from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
 
 # What the interpreter computes in numpy may warn of what is meant to be so.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -26,40 +26,25 @@ Launch = Callable[..., None]
 Lists = tuple[list[Tensor], ...]
 
 
-def interpreted() -> ModuleType:
-    """The kernel's module once more, for Triton's interpreter, which is chosen when a kernel is defined."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    found = importlib.util.find_spec("kitsune.kernels.adam_triton")
-    assert found is not None
-    assert found.origin is not None
-    spec = importlib.util.spec_from_file_location("interpreted_adam", found.origin)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(module)
-    module.TENSORS_A_LAUNCH, module.FEW_TENSORS = 4, 2  # the interpreter takes its time for each
-    return module
-
-
 def adam_triton() -> ModuleType:
     return pytest.importorskip("kitsune.kernels.adam_triton", reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    return interpreted()
+    module = interpreted("adam_triton")
+    module.TENSORS_A_LAUNCH, module.FEW_TENSORS = 4, 2  # the interpreter takes its time for each
+    return module
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def machine(request: pytest.FixtureRequest) -> Iterator[tuple[str, Launch]]:
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Launch]:
     """A device, and what runs the kernel there: the launcher in the interpreter, or the operator."""
     if request.param == "cpu":
-        yield "cpu", request.getfixturevalue("kernel").launch
-    else:
-        adam_triton()
-        yield "cuda", adam.adam_
+        patch_interpreter(monkeypatch)
+        return "cpu", request.getfixturevalue("kernel").launch
+    adam_triton()
+    return "cuda", adam.adam_
 
 
 def numbers(sizes: tuple[int, ...], device: str, seed: int, scale: float = 1.0) -> list[Tensor]:
@@ -277,8 +262,11 @@ def test_gradients_in_half_precision(machine: tuple[str, Launch], dtype: torch.d
 @pytest.mark.parametrize(
     "options", [{}, {"weight_decay": 0.1, "amsgrad": True}, {"weight_decay": 0.1, "decoupled": True}], ids=str
 )
-def test_the_operator_on_the_cpu(kernel: ModuleType, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_the_operator_on_the_cpu(
+    kernel: ModuleType, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It does what the kernel does."""
+    patch_interpreter(monkeypatch)
     run, interpreted_run = (Run(("cpu", launch), SIZES, **options) for launch in (adam.adam_, kernel.launch))
     for step in range(STEPS):
         grads = [grad.to(dtype) for grad in gradients(SIZES, "cpu", step)]
