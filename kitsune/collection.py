@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,3 +24,14 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@functools.cache
+def spare_garbage_in_forks() -> None:
+    """Processes forked from this one leave alone what is garbage here when they begin, from now on.
+
+    Parts of it may be CUDA's graphs and events. A forked process, as the worker of a data loader is, cannot use CUDA:
+    it would not survive an attempt to destroy them.
+    """
+    if hasattr(os, "register_at_fork"):  # else there are no forks
+        os.register_at_fork(after_in_child=gc.freeze)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kitsune.collection import no_garbage_collection
+from kitsune.collection import no_garbage_collection, spare_garbage_in_forks
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder, Outputs
 
@@ -57,6 +57,7 @@ class CudaGraph:
         device = inputs[0].device
         (stream,) = pool.streams.on(device)
         self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated, stream)
+        spare_garbage_in_forks()
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
         handle = pool.enter()

@@ -16,11 +16,9 @@ from torch import fx
 from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.nodes import arguments, aten, calls, is_taken_apart, only_user, result
 from kitsune.fusion.operands import Reading, allows_tf32, convolutions_allow_tf32, readings
-from kitsune.kernels import small_conv  # noqa: F401 - defines the operators
+from kitsune.kernels.small_conv import MOST_CHANNELS
 
 kitsune = torch.ops.kitsune
-
-_MOST_CHANNELS = 64  # that the operators take, on either side
 
 
 class _Backward(NamedTuple):
@@ -94,7 +92,7 @@ def backward(node: fx.Node) -> Iterator[Match]:
 def _is_small(weight: fx.Node, geometry: Sequence[Any]) -> bool:
     _, _, dilation, transposed, _, groups = geometry
     is_plain = set(dilation) == {1} and not transposed and groups == 1
-    return is_plain and max(weight.meta["val"].shape[:2]) <= _MOST_CHANNELS
+    return is_plain and max(weight.meta["val"].shape[:2]) <= MOST_CHANNELS
 
 
 def _masked(conv: _Backward) -> fx.Node | None:

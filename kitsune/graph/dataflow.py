@@ -59,6 +59,17 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
+def reshaped(graph: fx.Graph) -> set[int]:
+    """The keys of the storages whose values are given another shape in place."""
+    return {
+        storage
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
+        for argument in node.all_input_nodes
+        for storage in storages(argument)
+    }
+
+
 def written(node: fx.Node) -> Iterator[fx.Node]:
     """The arguments of `node` that its operator mutates."""
     if not isinstance(node.target, torch._ops.OpOverload):

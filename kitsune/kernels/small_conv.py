@@ -18,7 +18,9 @@ import torch
 
 from kitsune.kernels.images import FLOATS, check_images, dense, windows
 
-_MOST_CHANNELS = 64
+MOST_CHANNELS = 64
+"""On either side."""
+
 _MOST_KERNEL = 7
 _MOST_STRIDE = 2
 _MOST_PIXELS = 2**30  # of a batch in one channel: the kernels number them in 32 bits
@@ -178,9 +180,7 @@ def _check(input_shape: Sequence[int], weight_shape: Sequence[int], stride: list
             f"got {list(weight_shape)} for {list(input_shape)}"
         )
     channels, kernel = weight_shape[:2], weight_shape[2:]
-    if not (
-        min(channels) >= 1 and max(channels) <= _MOST_CHANNELS and min(kernel) >= 1 and max(kernel) <= _MOST_KERNEL
-    ):
+    if not (min(channels) >= 1 and max(channels) <= MOST_CHANNELS and min(kernel) >= 1 and max(kernel) <= _MOST_KERNEL):
         raise ValueError(f"small_conv takes 1 to 64 channels and kernels of 1 to 7: got weights {list(weight_shape)}")
     if not (min(stride) >= 1 and max(stride) <= _MOST_STRIDE and min(padding) >= 0):
         raise ValueError(f"small_conv takes strides of 1 or 2 and paddings from 0: got {stride} and {padding}")

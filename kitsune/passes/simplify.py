@@ -19,13 +19,7 @@ def simplify(module: fx.GraphModule) -> fx.GraphModule:
     their views, stay as they are.
     """
     graph = copy.deepcopy(module.graph)
-    reshaped = {
-        storage
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
-        for argument in node.all_input_nodes
-        for storage in dataflow.storages(argument)
-    }
+    reshaped = dataflow.reshaped(graph)
     seen: dict[Hashable, fx.Node] = {}
     for node in list(graph.nodes):
         value = node.meta.get("val")

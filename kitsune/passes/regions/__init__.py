@@ -140,13 +140,7 @@ def _regions(graph: fx.Graph, listed: Sequence[Operation]) -> dict[_Group, Extra
 
 def _items(graph: fx.Graph, listed: Sequence[Operation]) -> list[Item]:
     device = _device(graph)
-    reshaped = {
-        storage
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
-        for argument in node.all_input_nodes
-        for storage in dataflow.storages(argument)
-    }
+    reshaped = dataflow.reshaped(graph)
     owners = {node: place for place, operation in enumerate(listed) for node in operation.nodes}
     items: list[Item] = []
     for place, operation in enumerate(listed):
