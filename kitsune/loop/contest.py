@@ -20,6 +20,10 @@ _UNTIMED = 2
 _SAMPLES = 7
 _TURN = _UNTIMED + _SAMPLES + 1
 
+# The device gets so much more to wait for than the host takes for the steps that are timed, but no more than that.
+_HEAD_START = 1.5
+_LONGEST_HEAD_START_US = 20_000.0
+
 # The fastest of all meets the first entrant again, in turns, so that a device that changes its pace favours neither.
 _RUNOFF_TURNS = 4
 
@@ -51,9 +55,11 @@ class Contest(Generic[E]):
     """Replays a step by the fastest of several entrants.
 
     Once opened, each in turn replays some of the user's own steps and the loop is timed; the fastest replays
-    all later ones. Where the host is slower than the device, all are as fast, and the first stays. The fastest
-    is made anew, alone, so that no memory of the trials is kept. The loop is timed again now and then: when it
-    has become much slower than it was, the trials are repeated, and from then on less often.
+    all later ones. The host gets ahead of the device first, so that the device's pace is what counts: the host
+    is slower during the trials than afterwards. Where it stays behind all the same, as in a loop that waits for
+    each step, all are as fast, and the first stays. The fastest is made anew, alone, so that no memory of the
+    trials is kept. The loop is timed again now and then: when it has become much slower than it was, the trials
+    are repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once; it stays where no other is clearly faster.
@@ -89,6 +95,7 @@ class Contest(Generic[E]):
         self._replays = 0
         self._probe_every = _PROBE_EVERY
         self._making_seconds = 0.0
+        self._called = time.perf_counter()
         self.trying = False
         self.settled = 0
 
@@ -129,6 +136,8 @@ class Contest(Generic[E]):
         Args:
             follows: whether the loop has done nothing but this step since the latest call.
         """
+        called = time.perf_counter()
+        pace_us, self._called = (called - self._called) * 1e6, called
         if self.trying and self._replays == _TURN:
             self._end_turn(inputs)
         elif not self.trying and self._replays == self._probe_every:
@@ -137,6 +146,8 @@ class Contest(Generic[E]):
         end = _TURN if self.trying else self._probe_every
         if self._replays < end - _SAMPLES:
             return self.winner(inputs)
+        if self._replays == end - _SAMPLES:
+            self._stopwatch.get_ahead(min(_HEAD_START * pace_us * (_SAMPLES + 1), _LONGEST_HEAD_START_US))
         self._stopwatch.lap(follows=follows)
         outputs = self.winner(inputs)
         self._stopwatch.leave()

@@ -9,9 +9,14 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from kitsune.timing.busy import keep_busy
+
 
 class Stopwatch(Protocol):
     """Times the rounds of a loop that runs on, by its slower part: the host or the device."""
+
+    def get_ahead(self, us: float) -> None:
+        """Gives the host so many microseconds of its time to get ahead of the device, where the two are not one."""
 
     def lap(self, *, follows: bool) -> None:
         """A round begins here.
@@ -43,6 +48,9 @@ class _Rounds(ABC, Generic[M]):
         self._marks: list[tuple[M, M]] = []
         self._began: M | None = None
 
+    @abstractmethod
+    def get_ahead(self, us: float) -> None: ...
+
     def lap(self, *, follows: bool) -> None:
         mark = self._now()
         if follows and self._marks:
@@ -65,6 +73,9 @@ class _Rounds(ABC, Generic[M]):
 
 
 class _Clock(_Rounds[float]):
+    def get_ahead(self, us: float) -> None:
+        """The host is the device."""
+
     def _now(self) -> float:
         return time.perf_counter()
 
@@ -76,6 +87,9 @@ class _Events(_Rounds[torch.cuda.Event]):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
+
+    def get_ahead(self, us: float) -> None:
+        keep_busy(us, self._device)
 
     def _now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
