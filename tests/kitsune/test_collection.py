@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from kitsune import collection
+
 PROGRAM = """
-import gc, os, sys
-from kitsune.collection import spare_garbage_in_forks
+import gc, os, runpy, sys
+spare_garbage_in_forks = runpy.run_path(sys.argv[2])["spare_garbage_in_forks"]
 
 class Cycle:
     def __init__(self):
@@ -37,5 +39,7 @@ else:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 @pytest.mark.parametrize(("kind", "wanted"), [("spared", ""), ("as it is", "destroyed in the child\n")])
 def test_a_forked_process_leaves_garbage_alone(kind: str, wanted: str) -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind, collection.__file__], capture_output=True, text=True, check=True
+    )
     assert run.stdout == wanted

@@ -201,6 +201,7 @@ def test_every_form_writes_gradients_and_shadows(
             assert torch.equal(shadow, parameter.bfloat16())
 
 
+@pytest.mark.slow
 def test_what_may_be_left_out_changes_nothing(
     machine: Machine, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

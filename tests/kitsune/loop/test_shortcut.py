@@ -27,7 +27,7 @@ Change = Callable[[Training], None]
 FIRST = 3
 
 
-@pytest.fixture(params=["c", "python"], autouse=True)
+@pytest.fixture(params=["c", pytest.param("python", marks=pytest.mark.slow)], autouse=True)
 def _checker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "python":
         monkeypatch.setattr(shortcut_module, "facts_type", lambda: PythonFacts)

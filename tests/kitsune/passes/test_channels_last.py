@@ -119,6 +119,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 MODELS = ("lenet", "resnet18")
 LARGEST = pytest.param("resnet18", marks=pytest.mark.slow)
+HALF = [pytest.param(False, id="float32"), pytest.param(True, id="autocast", marks=pytest.mark.slow)]
 
 # Where channels end: at the logits of pixels and their gradient; at linear layers; at the gradient of a mean.
 BETWEEN = {
@@ -166,7 +167,7 @@ def is_between(copy: fx.Node) -> bool:
     return source.op != "placeholder" and not is_gradient
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("name", [*(name for name in BETWEEN if name != "resnet18"), LARGEST])
 def test_copies_remain_at_the_borders_only(name: str, half: bool) -> None:
     before = step(name, half=half).module
@@ -214,7 +215,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("half", HALF)
 @pytest.mark.parametrize("name", ["lenet", LARGEST, *NETS])
 def test_results_are_as_exact(name: str, half: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float32 for autocast, else against float64; cuDNN rounds to TF32 in one layout and not in the other."""
