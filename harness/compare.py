@@ -29,9 +29,9 @@ against its earlier ones.
 
 The margin is the relative difference in time that does not matter. A variant is "faster" or "slower" if its whole 95%
 interval lies beyond the margin, "same" if it lies within, and "inconclusive" otherwise: more rounds would decide. A
-regression is a Kitsune variant that is slower than at BASE by more than the margin, as a multiple of eager measured in
-the same process, or that could be measured at BASE and cannot at HEAD. Kitsune on one stream or unfused is no such
-variant: it tells what that contributes.
+regression is a Kitsune variant that is slower than at BASE by more than the margin, as a multiple of a peer measured in
+the same processes (the one whose time was closest at BASE, else eager), or that could be measured at BASE and cannot at
+HEAD. Kitsune on one stream or unfused is no such variant: it tells what that contributes.
 """
 
 

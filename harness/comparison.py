@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +35,9 @@ LOSS_TOLERANCE = 0.05
 """Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
 
 _CLEAR = (Verdict.FASTER, Verdict.SLOWER)
+
+_UNLIKE = math.log(2)
+"""How far apart times are, as the logarithm of their ratio, of what does not wait for the same."""
 
 BASELINE = "eager_fp32"
 """The variant whose losses the others are held against."""
@@ -189,16 +193,16 @@ def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Cha
     changes = []
     for case in newer.rounds:
         for variant in sorted(filter(is_product, newer.variants(case)), key=order):
-            reference = reference_of(variant)
-            head, base = newer.pairs(case, variant, reference), older.pairs(case, variant, reference)
-            if head and base:
+            control = _control(older, newer, case, variant)
+            if control is not None:
+                head, base = newer.pairs(case, variant, control), older.pairs(case, variant, control)
                 ratio = compare_ratios(head, base)
                 changes.append(
                     Change(
                         case=case,
                         variant=variant,
                         precision=precision_of(variant),
-                        reference=reference,
+                        control=control,
                         base=paired_ratio(base),
                         head=paired_ratio(head),
                         ratio=ratio,
@@ -206,6 +210,23 @@ def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Cha
                     )
                 )
     return tuple(changes)
+
+
+def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
+    """The peer in the same precision, timed beside the variant at both commits, whose time was closest at the older.
+
+    What takes about as long waits for the same: the host or the device, which vary differently. Where no peer does,
+    eager is the control.
+    """
+    distances = {
+        peer: min(abs(math.log(paired_ratio(base).ratio)), _UNLIKE)
+        for peer in sorted(newer.variants(case), key=order)
+        if not is_kitsune(peer)
+        and precision_of(peer) == precision_of(variant)
+        and newer.pairs(case, variant, peer)
+        and (base := older.pairs(case, variant, peer))
+    }
+    return min(distances, key=distances.__getitem__, default=None)
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
@@ -310,5 +331,5 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
         told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
         notes.append(f"the environment changed between the commits ({told}); changes may be its doing")
     if not changes:
-        notes.append("no Kitsune variant was measured beside eager at both commits, so no change can be judged")
+        notes.append("no Kitsune variant was measured beside the same peer at both commits, so no change can be judged")
     return tuple(notes)

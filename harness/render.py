@@ -131,7 +131,7 @@ def _summary_lines(comparison: Comparison) -> list[str]:
 def _change_title(comparison: Comparison) -> str:
     assert comparison.base is not None
     since = "earlier runs" if comparison.base == comparison.head else comparison.base.short
-    return f"Change since {since}, with eager in the same process as the control"
+    return f"Change since {since}, each as a multiple of its control in the same processes"
 
 
 def _text_table(table: Table, colour: bool) -> str:

@@ -91,14 +91,14 @@ class Row:
 class Change:
     """One of Kitsune's forms, as users run it, between two commits.
 
-    ``base`` and ``head`` are its time as a multiple of eager's in the same precision, measured in the same process;
-    ``ratio`` is head over base. Eager is the control: what slows the whole machine cancels.
+    ``base`` and ``head`` are its time as a multiple of that of the control, a peer in the same precision, measured in
+    the same processes: what slows the whole machine cancels. ``ratio`` is head over base.
     """
 
     case: Case
     variant: str
     precision: str
-    reference: str
+    control: str
     base: Estimate
     head: Estimate
     ratio: Estimate

@@ -127,8 +127,11 @@ def change_table(comparison: Comparison) -> Table:
         *_VARIANT_COLUMNS,
         Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
         Column("verdict", "whether the whole interval lies beyond the margin"),
-        Column("before", "time at the older commit as a multiple of eager's in the same process", numeric=True),
+        Column("before", "time at the older commit as a multiple of the control's in the same processes", numeric=True),
         Column("after", "the same at the newer commit", numeric=True),
+        Column(
+            "control", "the peer whose time was closest to this one's at the older commit, eager where none was close"
+        ),
     )
     lost = [
         (
@@ -139,6 +142,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell("lost", tone=Tone.BAD, detail=entry.skip.reason),
             Cell("measured"),
             Cell(entry.skip.status),
+            Cell(formats.ABSENT),
         )
         for entry in comparison.lost
     ]
@@ -151,6 +155,7 @@ def change_table(comparison: Comparison) -> Table:
             verdict_cell(entry.verdict),
             Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
             Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
+            Cell(entry.control, words=label(entry.control)),
         )
         for entry in sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
     ]

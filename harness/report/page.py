@@ -73,8 +73,8 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
         _Section(
             "Changes",
             "Commit against commit",
-            "Kitsune's time as a multiple of eager's in the same process, at the older and the newer commit, and its"
-            " change: above 0 is slower.",
+            "Kitsune's time as a multiple of that of a peer in the same processes, the control, at the older and the"
+            " newer commit, and its change: above 0 is slower.",
             markup.table(tables.change_table(comparison)),
         ),
         _Section(

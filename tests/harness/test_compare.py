@@ -38,7 +38,7 @@ def test_the_table_has_every_variant_with_its_numbers(results: Path, capsys: pyt
     row = next(line for line in lines if "kitsune_trainstep_amp" in line and line.startswith("mlp"))
     assert row.split()[:5] == ["mlp", "64", "amp", "kitsune_trainstep_amp", "104"]
     assert "14.0 [13.9, 14.0]  faster" in row
-    assert sum(line.startswith("lenet") and "slower" in line and "+12.6%" in line for line in lines) == 1
+    assert sum(line.startswith("lenet") and "slower" in line and "+12.4%" in line for line in lines) == 1
     assert "failed: compile_reduce_overhead_amp: resnet18-b128 on cuda: RuntimeError" in out
 
 

@@ -154,7 +154,7 @@ def test_the_same_code_at_two_commits_is_no_regression(tmp_path: Path, seed: int
     assert comparison.regressions == 0
 
 
-def test_eager_is_the_control_between_commits(tmp_path: Path) -> None:
+def test_a_slow_machine_is_no_regression(tmp_path: Path) -> None:
     write(tmp_path, OLD, TIMES, day=1)
     write(tmp_path, NEW, {variant: 1.4 * time for variant, time in TIMES.items()}, day=2)
 
@@ -163,6 +163,27 @@ def test_eager_is_the_control_between_commits(tmp_path: Path) -> None:
     assert len(comparison.changes) == 2
     assert comparison.regressions == 0
     assert row_of(comparison, "kitsune_dropin_fp32").seconds == pytest.approx(7e-4, rel=0.1)
+
+
+def test_the_control_is_the_peer_that_took_about_as_long(tmp_path: Path) -> None:
+    """The host, which eager and the drop-in loop wait for, has become slower, and what is captured has not."""
+    captured = {"handcaptured_fp32": 2e-4, "kitsune_trainstep_fp32": 1.8e-4}
+    loops = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 7e-4}
+    write(tmp_path, OLD, {**captured, **loops}, day=1)
+    write(tmp_path, NEW, {**captured, **{variant: 1.3 * time for variant, time in loops.items()}}, day=2)
+
+    comparison = compared(tmp_path)
+
+    controls = {change.variant: change.control for change in comparison.changes}
+    assert controls == {"kitsune_dropin_fp32": "eager_fp32", "kitsune_trainstep_fp32": "handcaptured_fp32"}
+    assert {change.verdict for change in comparison.changes} == {Verdict.SAME}
+
+
+def test_a_control_was_timed_at_both_commits(tmp_path: Path) -> None:
+    times = {"eager_fp32": 1e-3, "kitsune_trainstep_fp32": 2e-4}
+    write(tmp_path, OLD, times, day=1)
+    write(tmp_path, NEW, {**times, "handcaptured_fp32": 2e-4, "handcaptured_amp": 2e-4}, day=2)
+    assert [change.control for change in compared(tmp_path).changes] == ["eager_fp32"]
 
 
 def test_a_commit_against_itself_is_its_newest_run_against_the_earlier_ones(tmp_path: Path) -> None:
