@@ -55,6 +55,7 @@ def _switches(kind: str) -> tuple[Reading, ...]:
         (_C._get_fp32_precision_getter, ("cuda", "rnn")),
         (_C._get_cublas_allow_fp16_reduced_precision_reduction, ()),
         (_C._get_cublas_allow_bf16_reduced_precision_reduction, ()),
+        (_C._get_cublas_allow_fp16_accumulation, ()),
         (_C._get_cudnn_enabled, ()),
         (_C._get_cudnn_benchmark, ()),
         (_C._get_cudnn_deterministic, ()),

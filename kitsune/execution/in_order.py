@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -54,6 +55,12 @@ class InOrder:
     def release(self) -> None:
         """Drops the graph."""
         del self._run
+
+
+def with_copies(inputs: Sequence[torch.Tensor], positions: Collection[int]) -> list[torch.Tensor]:
+    """`inputs` with copies at `positions`, laid out alike; those that share memory do so as copies too."""
+    copies = copy.deepcopy({position: inputs[position] for position in positions})
+    return [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
 
 
 def _run_compiled(run: Callable[..., Outputs], *inputs: torch.Tensor) -> Outputs:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from kitsune.execution.placing import Place
 from kitsune.graph import dataflow
+from kitsune.memory.pooled import releases
 from kitsune.plan import Schedule, TaskGraph
 
 
@@ -40,7 +40,8 @@ def lower(
 
     Nodes that are in no task, views of inputs, come first. The results of the nodes that `places` names
     are written there. Every value is held until the stream that it was made on has waited for all of its
-    readers: from then on the allocator may use its memory again for that stream.
+    readers: from then on the allocator may use its memory again for that stream. See
+    `kitsune.memory.pooled.releases`.
 
     With `timed`, the lanes are told of the start and the end of every task: all that it waits for has ended
     before its start, and nothing that waits for it starts before its end.
@@ -61,9 +62,6 @@ class _Lowering:
         self._lanes: fx.Node | None = None
         self._stream = 0
         self._begun = {0}
-        self._of_stream: list[list[int]] = [[] for _ in range(schedule.num_streams)]
-        for index in schedule.order:
-            self._of_stream[schedule.streams[index]].append(index)
 
     def run(self) -> Lowered:
         schedule = self._schedule
@@ -139,39 +137,23 @@ class _Lowering:
         task_of = {name: task.index for task in self._graph.tasks for name in task.nodes}
         kept = {storage for node in _kept(self._module.graph) for storage in dataflow.storages(node)}
         nodes: dict[int, list[fx.Node]] = {}
-        touched: dict[int, set[int]] = {}
+        touched: dict[int, list[int]] = {}
         for node in self._module.graph.nodes:
             if node.name not in task_of or _is_taken_apart(node):
                 continue
             for storage in dataflow.storages(node) - kept:
                 nodes.setdefault(storage, []).append(node)
                 users = [task_of[user.name] for user in node.users if user.name in task_of]
-                touched.setdefault(storage, set()).update((task_of[node.name], *users))
+                touched.setdefault(storage, []).extend((task_of[node.name], *users))
         result: dict[int | None, list[fx.Node]] = {}
-        for storage, tasks in touched.items():
-            producer = task_of[nodes[storage][0].name]
-            result.setdefault(self._release(producer, tasks), []).extend(nodes[storage])
+        for storage, task in zip(touched, releases(self._schedule, touched.values()), strict=True):
+            result.setdefault(task, []).extend(nodes[storage])
         return result
-
-    def _release(self, producer: int, touched: Collection[int]) -> int | None:
-        """The first task on the producer's stream before which all of `touched` have finished; None: there is none."""
-        schedule = self._schedule
-        needed = [0] * schedule.num_streams
-        for task in touched:
-            stream = schedule.streams[task]
-            needed[stream] = max(needed[stream], schedule.positions[task])
-        following = self._of_stream[schedule.streams[producer]][schedule.positions[producer] :]
-        place = bisect.bisect_left(following, True, key=lambda task: _covers(schedule.clocks[task], needed))
-        return following[place] if place < len(following) else None
 
 
 def _is_taken_apart(node: fx.Node) -> bool:
     """Whether the results of an operator live on under names of their own: then it is dropped with its last result."""
     return bool(node.users) and all(user.target is operator.getitem for user in node.users)
-
-
-def _covers(clock: Sequence[int], needed: Sequence[int]) -> bool:
-    return all(have >= want for have, want in zip(clock, needed, strict=True))
 
 
 def _kept(graph: fx.Graph) -> list[fx.Node]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +12,7 @@ from kitsune.device import synchronize
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
-from kitsune.execution.in_order import InOrder
+from kitsune.execution.in_order import InOrder, with_copies
 from kitsune.execution.lanes import TimedLanes, timed_lanes_for
 from kitsune.execution.lower import Lowered
 from kitsune.graph import dataflow
@@ -88,18 +87,12 @@ def _runs(
 
     in_order = InOrder(lowered.module, lanes=lanes)
     if device.type != "cuda":
-        return repeat(lambda: in_order(_with_copies(inputs, written)))
+        return repeat(lambda: in_order(with_copies(inputs, written)))
     graph = CudaGraph(in_order, inputs, copied=written, mutated=written, pool=pool)
     try:
         return repeat(lambda: graph(inputs))
     finally:
         graph.release()
-
-
-def _with_copies(inputs: Sequence[Tensor], positions: Collection[int]) -> list[Tensor]:
-    """`inputs` with copies at `positions`, laid out alike; those that share memory do so as copies too."""
-    copies = copy.deepcopy({position: inputs[position] for position in positions})
-    return [copies.get(position, tensor) for position, tensor in enumerate(inputs)]
 
 
 def _duration_us(spans: Sequence[Span]) -> float:

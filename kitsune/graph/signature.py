@@ -59,6 +59,7 @@ def _flags(on_cuda: bool) -> tuple[object, ...]:
         matmul.fp32_precision,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_accumulation,
         str(torch.backends.cuda.preferred_blas_library()),
         cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]

@@ -515,7 +515,7 @@ def _fastest(
     def trial(form: Form) -> None:
         with copying:  # several threads try a form each, and the first comer makes the copies for all
             if not copies:
-                copies.extend([tensor.clone() for tensor in tensors] for tensors in states)
+                copies.extend([[tensor.clone() for tensor in tensors] for tensors in states])
         run(form, copies, None)
 
     kinds = [_kind(grad, x, one) for grad, x, *one in zip(grads, xs, *states, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import fx
@@ -70,11 +71,14 @@ def region_operator(
         code = _tried(module, inputs, outputs, backend)
         if isinstance(code, Refusal):
             return code
-        _operators[name] = _register(name, code, len(inputs), outputs)
+        with _registering:
+            if name not in _operators:  # another thread may have come first
+                _operators[name] = _register(name, code, len(inputs), outputs)
     return _operators[name]
 
 
 _operators: dict[str, torch._ops.OpOverload] = {}
+_registering = Lock()
 
 
 def _tried(

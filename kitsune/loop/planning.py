@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from kitsune.errors import Refusal, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
 from kitsune.loop.fusing import rewritten
+from kitsune.loop.rehearsal import trains_alike
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.memory.pooled import pooled_bytes
@@ -65,23 +67,42 @@ def in_order(module: fx.GraphModule, device: torch.device, inputs: Sequence[torc
 
 
 def others(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], *, num_streams: int, fuse: bool
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    *,
+    num_streams: int,
+    fuse: bool,
+    refused: Callable[[Refusal], None],
 ) -> tuple[Planned, ...]:
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
     With `fuse` there are those of `module` rewritten, in order; the `challengers` are of the most promising one then.
+    Where rewriting fails, `refused` is told why, and the others are of `module`.
     """
     device = inputs[0].device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         found: list[Planned] = []
-        for graph, fusions in rewritten(module, device) if fuse else ():
-            found.append(_with_fusions(in_order(graph, device, inputs), fusions))
+        if fuse:
+            try:
+                found = _fused(module, inputs, refused)
+            except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
+                refused(Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})"))
         found.sort(key=lambda planned: planned.plan.predicted_us)
         if num_streams > 1:
             fusions = found[0].plan.fusions if found else ()
             graph = found[0].module if found else module
             found += [_with_fusions(planned, fusions) for planned in challengers(graph, inputs, num_streams)]
         return tuple(found)
+
+
+def _fused(module: fx.GraphModule, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None]) -> list[Planned]:
+    device, found = inputs[0].device, list[Planned]()
+    for graph, fusions in rewritten(module, device):
+        if trains_alike(module, graph, inputs):
+            found.append(_with_fusions(in_order(graph, device, inputs), fusions))
+        else:
+            refused(Refusal("a step with fused operators was compared with the captured one, and left other values"))
+    return found
 
 
 def _with_fusions(planned: Planned, fusions: tuple[Fusion, ...]) -> Planned:

@@ -358,7 +358,13 @@ class WholeStep(GuardedStep):
         started = time.perf_counter()
         try:
             in_order = planning.in_order(program.module, inputs[0].device, inputs)
-            others = planning.others(program.module, inputs, num_streams=self._num_streams(), fuse=self._fuses())
+            others = planning.others(
+                program.module,
+                inputs,
+                num_streams=self._num_streams(),
+                fuse=self._fuses(),
+                refused=self._log.do_without,
+            )
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             kind = type(error).__name__
             reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed as captured, on one stream"

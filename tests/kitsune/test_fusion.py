@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 import kitsune
 import models
+from kitsune.errors import Refusal
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.loop import contest, fusing, planning
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always, never
 from tests.kitsune.passes.running import OPERATORS
+from tests.kitsune.steps import traced_step
+from tests.kitsune.test_streams import costs_of_a_gpu
 from tests.kitsune.training import Net, Training, batch, compare, sgd
 
 STEPS = 140
@@ -220,4 +224,36 @@ def test_whatever_a_compiler_raises_the_step_goes_on(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(planning, "rewritten", fail)
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
-    assert any("planning failed (CompilationError: no such instruction)" in refusal for refusal in status.refusals)
+    assert any("fusing failed (CompilationError: no such instruction)" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("too little memory")
+
+    monkeypatch.setattr(planning, "rewritten", fail)
+    module, (x, y) = Net(), batch(0)[0]
+    inputs = traced_step(module, functional.cross_entropy, x, y)
+    refusals: list[Refusal] = []
+    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+    found = planning.others(inputs.module, inputs.inputs, num_streams=2, fuse=True, refused=refusals.append)
+    assert {planned.plan.schedule.num_streams for planned in found} == {2}
+    assert ["OutOfMemoryError" in refusal.reason for refusal in refusals] == [True]
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_fused_step_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused_wrongly(module: fx.GraphModule, device: torch.device) -> tuple[fusing.Rewritten, ...]:
+        ((graph, fusions),) = rewritten(module, device)
+        wrong = copy.deepcopy(graph)
+        node = next(node for node in wrong.graph.nodes if node.target == torch.ops.aten.addmm.default)
+        node.kwargs = {"alpha": 1.01}
+        wrong.recompile()
+        return ((wrong, fusions),)
+
+    rewritten = planning.rewritten
+    monkeypatch.setattr(planning, "rewritten", fused_wrongly)
+    status = train(rtol=0, atol=0, replays=STEPS - 5).status()
+    assert not any(schedule.fused for schedule in status.schedules)
+    assert any("left other values" in refusal for refusal in status.refusals)

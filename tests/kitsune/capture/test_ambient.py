@@ -38,6 +38,7 @@ CUDA: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "rnn ieee": lambda: setting(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
     "fp16 reduction": lambda: setting(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
     "bf16 reduction": lambda: setting(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "fp16 accumulation": lambda: setting(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
     "cudnn": lambda: setting(torch.backends.cudnn, "enabled", False),
     "cudnn benchmark": lambda: setting(torch.backends.cudnn, "benchmark", True),
     "cudnn deterministic": lambda: setting(torch.backends.cudnn, "deterministic", True),

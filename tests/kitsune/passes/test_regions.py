@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, product
 from typing import Any
 
@@ -23,7 +25,7 @@ from kitsune.execution.in_order import InOrder
 from kitsune.execution.lower import lower
 from kitsune.graph import dataflow
 from kitsune.kernels.inductor import INDUCTOR
-from kitsune.kernels.regions import Backend, Code
+from kitsune.kernels.regions import Backend, Code, region_operator
 from kitsune.passes import pipeline
 from kitsune.passes.regions import Fused, Region, fuse_regions
 from kitsune.passes.regions.grouping import Item, grouped
@@ -583,6 +585,21 @@ def test_code_is_made_once_in_a_process() -> None:
     (larger,) = fuse(chain(2.0), [matrix(ROWS + 1)], counting).regions
     (turned,) = fuse(chain(2.0), [matrix(COLUMNS, ROWS).t()], counting).regions
     assert len({region.operator for region in (first, other, larger, turned)}) == len(made) == 4
+
+
+def test_two_threads_may_make_the_same_operator() -> None:
+    together = threading.Barrier(2, timeout=10)
+
+    def waiting(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Code:
+        together.wait()
+        return interpreted(module, inputs)
+
+    graph = fx.Graph()
+    graph.output([graph.call_function(torch.ops.aten.exp.default, (graph.placeholder("x"),))])
+    module, backend = fx.GraphModule({}, graph), Backend("waiting", able, waiting)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: region_operator(module, [matrix()], [matrix()], backend), range(2))
+    assert first is second
 
 
 def changed(change: Callable[[list[Tensor], tuple[Tensor, ...]], Any]) -> Callable[..., Code]:

@@ -1,0 +1,97 @@
+"""Compares two graphs of a whole step on copies of the present one, before either trains by the second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from kitsune.execution.in_order import InOrder, with_copies
+from kitsune.fusion.operands import convolutions_allow_tf32
+from kitsune.graph import dataflow
+
+# A step may make more of rounding than a few draws show.
+_DRAWS = 2
+_TIMES = 10.0
+
+_TF32_EPS = 2.0**-10
+
+
+def trains_alike(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
+    """Whether `after` returns and writes what `before` does, but for rounding.
+
+    How far apart rounding takes them depends on the model: a difference that is nothing to one layer decides about a
+    ReLU of the next, and Adam makes much of gradients that are nearly zero. So the measure is what becomes of `before`
+    where every number that it starts from is off by about as much as rounding takes away.
+
+    Args:
+        before, after: graphs of a training step with the same inputs.
+        inputs: of the present step. They are left as they are, and so are the generators of random numbers.
+    """
+    device = inputs[0].device
+    inputs = [tensor.detach() for tensor in inputs]
+    eps, generator = _rounding(before.graph), torch.Generator(device).manual_seed(0)
+    wanted = _left_by(before, inputs)
+    apart = [0.0] * len(wanted)
+    for _ in range(_DRAWS):
+        drawn = _left_by(before, [_off_by(eps, tensor, generator) for tensor in inputs])
+        apart = [max(pair) for pair in zip(apart, map(_distance, drawn, wanted), strict=True)]
+    found = _left_by(after, inputs)
+    return [one.kind() for one in found] == [one.kind() for one in wanted] and all(
+        _distance(one, other) <= _TIMES * most + other.unit
+        for one, other, most in zip(found, wanted, apart, strict=True)
+    )
+
+
+class _Left(NamedTuple):
+    """A result of a step, or what it changes of a value that it writes.
+
+    Attributes:
+        tensor: the result or the change.
+        unit: the norm of what is lost at most where such a value is stored.
+    """
+
+    tensor: Tensor
+    unit: float
+
+    def kind(self) -> tuple[torch.Size, torch.dtype]:
+        return self.tensor.size(), self.tensor.dtype
+
+
+def _left_by(module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[_Left]:
+    written, device = sorted(dataflow.written_inputs(module.graph)), inputs[0].device
+    copies = with_copies(inputs, written)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        results = InOrder(module)(copies)
+    changes = [_Left(copies[place].double() - inputs[place].double(), _unit(inputs[place])) for place in written]
+    return [*(_Left(result, _unit(result)) for result in results), *changes]
+
+
+def _unit(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps * _norm(tensor) if tensor.is_floating_point() else 0.0
+
+
+def _rounding(graph: fx.Graph) -> float:
+    """The coarsest rounding of a graph's values, relative to them."""
+    values = [tensor for node in graph.nodes for tensor in dataflow.tensors(node) if tensor.is_floating_point()]
+    eps = max((torch.finfo(value.dtype).eps for value in values), default=0.0)
+    matmul = torch.backends.cuda.matmul.fp32_precision
+    rounds = any(value.is_cuda for value in values) and (convolutions_allow_tf32() or matmul == "tf32")
+    return max(eps, _TF32_EPS) if rounds else eps
+
+
+def _off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.empty_like(tensor, dtype=torch.float32).uniform_(-eps, eps, generator=generator)
+    return (tensor * (1 + noise)).to(tensor.dtype)
+
+
+def _distance(one: _Left, other: _Left) -> float:
+    return _norm(one.tensor.double() - other.tensor.double())
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.double()))

@@ -1,0 +1,121 @@
+"""Two graphs of a step are told apart where one would train otherwise, and nothing is trained by that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from kitsune.loop.rehearsal import trains_alike
+from tests.kitsune.steps import TracedStep, dropout_step, traced_step
+from tests.kitsune.training import Net
+
+aten = torch.ops.aten
+Change = Callable[[fx.Graph], None]
+
+
+class InAutocast(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output: Tensor = self.model(x)
+        return output.float()
+
+
+def step(amp: bool = False) -> TracedStep:
+    torch.manual_seed(0)
+    model = InAutocast(Net(batch_norm=True)) if amp else Net(batch_norm=True)
+    return traced_step(model, functional.cross_entropy, torch.randn(64, 4), torch.randint(3, (64,)), keep_grads=False)
+
+
+def changed(module: fx.GraphModule, change: Change) -> fx.GraphModule:
+    graph = copy.deepcopy(module.graph)
+    change(graph)
+    return fx.GraphModule(module, graph)
+
+
+def first(graph: fx.Graph, target: object) -> fx.Node:
+    return next(node for node in graph.nodes if node.target == target)
+
+
+def times(factor: float, target: object) -> Change:
+    """The first result of `target`, times `factor`."""
+
+    def change(graph: fx.Graph) -> None:
+        node = first(graph, target)
+        with graph.inserting_after(node):
+            scaled = graph.call_function(aten.mul.Tensor, (node, factor))
+        scaled.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+    return change
+
+
+def with_argument(target: object, place: int, value: object) -> Change:
+    def change(graph: fx.Graph) -> None:
+        first(graph, target).update_arg(place, value)
+
+    return change
+
+
+def without(target: object) -> Change:
+    def change(graph: fx.Graph) -> None:
+        graph.erase_node(first(graph, target))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        times(1.001, aten.threshold_backward.default),
+        times(1.001, aten.relu.default),
+        with_argument(aten.native_batch_norm.default, 6, 0.101),
+        with_argument(aten.threshold_backward.default, 2, 0.1),
+        without(aten.add_.Tensor),
+        without(aten._fused_adam_.tensor_lr),
+    ],
+    ids=["gradient", "activation", "running statistics", "mask", "counter", "update"],
+)
+def test_another_step_is_noticed(change: Change) -> None:
+    traced = step()
+    assert not trains_alike(traced.module, changed(traced.module, change), traced.inputs)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_step_that_rounds_otherwise_is_no_other(amp: bool) -> None:
+    traced = step(amp)
+    other = changed(traced.module, times(1 + 2.0**-23 * (2**15 if amp else 1), aten.threshold_backward.default))
+    assert trains_alike(traced.module, other, traced.inputs)
+
+
+def test_in_autocast_another_step_is_noticed_too() -> None:
+    traced = step(amp=True)
+    other = changed(traced.module, times(1.5, aten.threshold_backward.default))
+    assert not trains_alike(traced.module, other, traced.inputs)
+
+
+def test_random_numbers_are_the_same_for_both() -> None:
+    traced = dropout_step()
+    assert trains_alike(traced.module, changed(traced.module, lambda graph: None), traced.inputs)
+
+
+def test_nothing_is_changed() -> None:
+    traced = step()
+    before, state = copy.deepcopy(traced.inputs), torch.get_rng_state()
+    assert trains_alike(traced.module, traced.module, traced.inputs)
+    assert all(map(torch.equal, traced.inputs, before))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_not_finite_is_not_alike() -> None:
+    traced = step()
+    broken = changed(traced.module, times(float("nan"), aten.threshold_backward.default))
+    assert not trains_alike(traced.module, broken, traced.inputs)
