@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from kitsune.errors import first_line
 from kitsune.fusion.agreement import agree, examples
 from kitsune.fusion.match import Alone
 from kitsune.graph.signature import graph_signature
+from kitsune.kernels.tuning import is_of_compiler
 from kitsune.timing import CostCache, device_us
 
 # A replacement that wins less is within the noise.
@@ -23,7 +24,9 @@ _SECONDS = 0.1
 # Most of a trial is compiling the forms of a kernel.
 _TRIAL_SECONDS = 30.0
 
-_NEVER_US = 1e11  # kept for what does not work
+_NEVER_US = 1e11  # kept for what never works
+
+_failures: dict[tuple[torch.device, str], str] = {}  # of this process: they may pass
 
 
 @dataclass(frozen=True)
@@ -60,28 +63,40 @@ class Measured:
     def __call__(self, alone: Alone) -> Verdict:
         key = "fusion " + " ".join(graph_signature(module.graph) for module in alone)
         before_us, after_us = self._cache.get(f"{key} before"), self._cache.get(f"{key} after")
+        failure = _failures.get((self._device, key))
+        if failure is not None:
+            return Verdict(failure)
         if before_us is None or after_us is None:
             if self.is_late():
                 return Verdict("there was no time left to try it")
             try:
                 if not agree(alone, self._device):
                     return self._never(key, "its results differ from those of what it would replace")
-                inputs = examples(alone.given, self._device)
+                inputs = examples(alone, self._device)
                 before_us, after_us = (self._time(module, inputs) for module in (alone.before, alone.after))
-            except torch.OutOfMemoryError:
-                return Verdict("there is too little memory to try it")
             except Exception as error:  # noqa: BLE001 - Triton and its compilers fail in many ways
-                return self._never(key, f"it failed: {first_line(error)}")
+                return self._failed(key, error)
             self._cache.put(f"{key} before", before_us)
             self._cache.put(f"{key} after", after_us)
         if after_us == _NEVER_US:
-            return Verdict("it was tried before, and failed or gave other results")
+            return Verdict("it was tried before, and does not compile or gave other results")
         slower = after_us > _CLEARLY_FASTER * before_us
         return Verdict("it is not faster" if slower else None, before_us, after_us)
 
     def is_late(self) -> bool:
         """Whether the time for trials is up."""
         return time.monotonic() > self._deadline
+
+    def _failed(self, key: str, error: Exception) -> Verdict:
+        """Tries again when there may be memory; in another process what may have failed in passing."""
+        causes = list(_causes(error))
+        if any(isinstance(one, torch.OutOfMemoryError) for one in causes):
+            return Verdict("there is too little memory to try it")
+        refusal = f"it failed: {first_line(error)}"
+        if any(is_of_compiler(one) for one in causes):
+            return self._never(key, refusal)
+        _failures[self._device, key] = refusal
+        return Verdict(refusal)
 
     def _never(self, key: str, refusal: str) -> Verdict:
         """Keeps others from trying what does not work."""
@@ -92,3 +107,11 @@ class Measured:
     def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """`error`, what it was raised from, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

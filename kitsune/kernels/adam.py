@@ -45,7 +45,8 @@ def adam_(
     """One step of Adam, in place, on the CPU or a CUDA device that `kitsune.device.refuse_triton` does not refuse.
 
     Args:
-        params: float32 tensors on one device, dense in memory in any order of dimensions.
+        params: float32 tensors on one device, dense in memory in any order of dimensions. On the CPU they may be
+            float64, and with them all that is float32 here.
         grads: of the shape and strides of `params`, one each, all float32, all bfloat16 or all float16; they are
             cast to float32 before anything else.
         exp_avgs, exp_avg_sqs: of the shape, strides and dtype of `params`, one each.
@@ -95,10 +96,12 @@ def _check(
     for name, tensors in {**lists, "steps": steps}.items():
         if len(tensors) != len(params):
             raise ValueError(f"adam_ takes one tensor of {name} a parameter: got {len(tensors)} for {len(params)}")
-    _check_types(grads, grads[0].dtype if grads and grads[0].dtype in _HALVES else torch.float32, lr.device)
+    is_wide = bool(params) and params[0].dtype == torch.float64 and lr.device.type == "cpu"
+    dtype = torch.float64 if is_wide else torch.float32
+    _check_types(grads, grads[0].dtype if grads and grads[0].dtype in _HALVES else dtype, lr.device)
     scalars = [*steps, lr, *([] if found_inf is None else [found_inf])]
     state = [tensor for name, tensors in lists.items() if name != "grads" for tensor in tensors]
-    _check_types([*params, *state, *scalars], torch.float32, lr.device)
+    _check_types([*params, *state, *scalars], dtype, lr.device)
     for name, tensors in lists.items():
         for param, tensor in zip(params, tensors, strict=True):
             if tensor.shape != param.shape or not _same_memory_order(tensor, param):
@@ -112,8 +115,8 @@ def _check_types(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> 
     for tensor in tensors:
         if tensor.dtype != dtype or tensor.device != device:
             raise ValueError(
-                "adam_ takes float32 tensors of one device (gradients may be all bfloat16 or all float16): "
-                f"got {tensor.dtype} on {tensor.device} beside a learning rate on {device}"
+                "adam_ takes float32 tensors of one device (float64 on the CPU; gradients may be all bfloat16 or all "
+                f"float16): got {tensor.dtype} on {tensor.device} beside a learning rate on {device}"
             )
 
 
@@ -121,8 +124,8 @@ def _adam_on_cpu(*lists: Tensors, decoupled: bool, **options: Any) -> None:
     _check(*lists, **options)
     params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = map(list, lists)
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    floats = [grad.float() for grad in grads]
-    update(params, floats, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=bool(max_exp_avg_sqs), **options)
+    cast = [grad.to(param.dtype) for param, grad in zip(params, grads, strict=True)]
+    update(params, cast, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, amsgrad=bool(max_exp_avg_sqs), **options)
 
 
 def _adam_on_cuda(*lists: Tensors, lr: torch.Tensor, **options: Any) -> None:

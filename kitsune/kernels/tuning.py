@@ -35,7 +35,8 @@ def choose(key: str, forms: Sequence[C], run: Callable[[C], object], device: tor
             passed over.
 
     Raises:
-        RuntimeError: no form works.
+        RuntimeError: no form works. Its cause is the failure of the first one that may pass, if there is such.
+        torch.OutOfMemoryError: there is too little memory to run a form.
         TypeError: a launch does not fit its kernel, which is no matter of the form.
     """
     if device.type != "cuda" or len(forms) == 1:
@@ -64,9 +65,20 @@ def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: t
     working = [place for place in range(len(forms)) if place not in failures]
     if not working:
         reasons = "; ".join(f"{_first_line(error)} for {forms[place]!r}" for place, error in failures.items())
-        raise RuntimeError(f"no form of a kernel works on {device}: {reasons}; the kernel is {key}") from failures[0]
+        cause = next((error for error in failures.values() if not is_of_compiler(error)), failures[0])
+        raise RuntimeError(f"no form of a kernel works on {device}: {reasons}; the kernel is {key}") from cause
     costs.save()
     return forms[min(working, key=lambda place: costs.get(entries[place]) or 0.0)]
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether Triton refuses the kernel itself, as it will at every try."""
+    try:
+        from triton.compiler import CompilationError  # Triton is optional
+        from triton.runtime.errors import OutOfResources
+    except ImportError:
+        return False
+    return isinstance(error, (CompilationError, OutOfResources))
 
 
 def _first_line(error: Exception) -> str:
@@ -83,7 +95,7 @@ def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.devic
         with torch.cuda.device(device), torch.no_grad():
             try:
                 run(form)
-            except TypeError:
+            except (TypeError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # noqa: BLE001 - out of resources, or no code for it, in Triton's many ways
                 return error

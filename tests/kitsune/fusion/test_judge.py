@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from kitsune.fusion import judge
 from kitsune.fusion.judge import Measured
+from kitsune.fusion.match import Alone
 from kitsune.timing import CostCache
 from tests.kitsune.fusion.running import parts
 
@@ -20,7 +21,13 @@ X = torch.zeros(4, 4)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> CostCache:
+def cache(tmp_path: Path) -> Iterator[CostCache]:
+    yield in_another_process(tmp_path)
+    judge._failures.clear()
+
+
+def in_another_process(tmp_path: Path) -> CostCache:
+    judge._failures.clear()
     return CostCache(tmp_path, {"device": "of the test"})
 
 
@@ -68,6 +75,23 @@ def test_when_the_time_is_up_only_what_is_known_is_judged(cache: CostCache, time
     assert "no time left" in (verdict.refusal or "")
 
 
+def failing(error: Exception) -> Alone:
+    def fail(x: Tensor) -> Tensor:
+        raise error
+
+    broken = fx.Graph()
+    broken.output([broken.call_function(fail, (broken.placeholder("x"),))])
+    return DOUBLED._replace(after=fx.GraphModule({}, broken))
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
 def scaled(x: Tensor) -> list[Tensor]:
     return [x.sin() * 2.1]
 
@@ -91,14 +115,43 @@ def test_what_differs_is_refused_and_not_tried_again(after: Callable[..., list[T
     assert "before" in (Measured(CPU, cache, limit_s=-1.0)(compared).refusal or "")
 
 
-def test_what_fails_is_refused_with_its_reason(cache: CostCache) -> None:
-    def fail(x: Tensor) -> Tensor:
-        raise RuntimeError("out of resources\nand more")
+def out_of_resources() -> Exception:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.runtime.errors import OutOfResources  # Triton is optional
 
-    broken = fx.Graph()
-    broken.output([broken.call_function(fail, (broken.placeholder("x"),))])
-    verdict = Measured(CPU, cache)(DOUBLED._replace(after=fx.GraphModule({}, broken)))
-    assert verdict.refusal == "it failed: out of resources"
+    return OutOfResources(2, 1, "shared memory")
+
+
+def test_what_differs_is_known_to_other_processes(cache: CostCache, tmp_path: Path) -> None:
+    compared = parts(lambda x: [x.sin() + x.sin()], scaled, X)
+    Measured(CPU, cache)(compared)
+    cache.save()
+    verdict = Measured(CPU, in_another_process(tmp_path), limit_s=-1.0)(compared)
+    assert "tried before" in (verdict.refusal or "")
+
+
+def test_what_fails_is_refused_with_its_reason_by_this_process(cache: CostCache, tmp_path: Path) -> None:
+    compared = failing(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED\nand more"))
+    assert Measured(CPU, cache)(compared).refusal == "it failed: CUBLAS_STATUS_ALLOC_FAILED"
+    assert Measured(CPU, cache, limit_s=-1.0)(compared).refusal == "it failed: CUBLAS_STATUS_ALLOC_FAILED"
+    cache.save()
+    verdict = Measured(CPU, in_another_process(tmp_path), limit_s=-1.0)(compared)
+    assert "no time left" in (verdict.refusal or "")
+
+
+def test_what_does_not_compile_is_known_to_other_processes(cache: CostCache, tmp_path: Path) -> None:
+    compared = failing(caused(RuntimeError("no form of a kernel works"), out_of_resources()))
+    assert Measured(CPU, cache)(compared).refusal == "it failed: no form of a kernel works"
+    cache.save()
+    verdict = Measured(CPU, in_another_process(tmp_path), limit_s=-1.0)(compared)
+    assert "tried before" in (verdict.refusal or "")
+
+
+@pytest.mark.parametrize("error", [MEMORY, caused(RuntimeError("Inductor failed"), MEMORY)])
+def test_what_needs_more_memory_is_tried_again(error: Exception, cache: CostCache) -> None:
+    compared = failing(error)
+    assert Measured(CPU, cache)(compared).refusal == "there is too little memory to try it"
+    assert "no time left" in (Measured(CPU, cache, limit_s=-1.0)(compared).refusal or "")
 
 
 def test_the_random_numbers_of_the_user_are_not_touched(cache: CostCache) -> None:

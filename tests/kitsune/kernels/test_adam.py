@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kitsune.graph import dataflow
@@ -279,6 +280,22 @@ def test_the_operator_on_the_cpu(
     assert all(map(torch.equal, before, [tensor for tensors in run.values().values() for tensor in tensors]))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_operator_takes_float64_on_the_cpu(kind: type[torch.optim.Optimizer]) -> None:
+    """Also where it is traced."""
+    run = Run(("cpu", adam.adam_), SIZES, decoupled=kind is torch.optim.AdamW, **defaults(kind))
+    run.params = numbers(SIZES, "cpu", seed=0)
+    run.params, *state = ([one.double() for one in tensors] for tensors in (run.params, *run.state.values()))
+    run.state = dict(zip(run.state, state, strict=True))
+    run.lr, run.step_count = torch.tensor(1e-2, dtype=torch.float64), run.step_count.double()
+    for step in range(STEPS):
+        run.step([grad.double() for grad in gradients(SIZES, "cpu", step)])
+    for name, tensors in by_torch(SIZES, "cpu", torch.float64, kind).items():
+        assert error(run.values()[name], tensors) < 1e-6, name
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run.step([one.double() for one in gradients(SIZES, "cpu", 0)])
+
+
 def arguments(**changes: Any) -> tuple[Lists, dict[str, Any]]:
     params = [torch.ones(3, 2), torch.ones(4)]
     lists: dict[str, list[Tensor]] = {
@@ -323,6 +340,7 @@ def test_the_operator_is_one_node_of_a_legal_graph(amsgrad: bool) -> None:
             "float32 tensors of one device.*got torch.float16",
         ),
         ({"lr": torch.tensor(0.1, dtype=torch.float64)}, "got torch.float64 on cpu"),
+        ({"params": [torch.ones(3, 2).double(), torch.ones(4).double()]}, "got torch.float32 on cpu"),
         ({"exp_avgs": [torch.ones(3, 2, device="meta"), torch.ones(4)]}, "got torch.float32 on meta"),
         ({"exp_avgs": [torch.ones(2, 3), torch.ones(4)]}, r"exp_avgs laid out like the parameters: got \(2, 3\)"),
         ({"exp_avg_sqs": [torch.ones(2, 3).t(), torch.ones(4)]}, r"strides \(1, 3\) for \(3, 2\)"),

@@ -104,6 +104,26 @@ def test_where_none_works_all_reasons_are_told(device: Callable[[Times], Device]
     assert raised.value.__cause__ is reason
 
 
+def test_what_may_pass_is_the_cause_before_what_a_compiler_refuses(device: Callable[[Times], Device]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.runtime.errors import OutOfResources  # Triton is optional
+
+    refused, passing = OutOfResources(2, 1, "shared memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+    for times, cause in (({"large": refused}, refused), ({"large": refused, "small": passing}, passing)):
+        gpu = device({"other": refused, **times})
+        with pytest.raises(RuntimeError, match="no form") as raised:
+            choose("mm", tuple(gpu.times), gpu.run, CUDA)
+        assert raised.value.__cause__ is cause
+
+
+def test_too_little_memory_is_no_matter_of_the_form(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": torch.OutOfMemoryError("CUDA out of memory")})
+    with pytest.raises(torch.OutOfMemoryError):
+        choose("mm", ("small", "large"), gpu.run, CUDA)
+    gpu.times = {"small": 3.0, "large": 2.0}
+    assert choose("mm", ("small", "large"), gpu.run, CUDA) == "large"
+
+
 def test_a_launch_that_does_not_fit_its_kernel_is_no_matter_of_the_form(device: Callable[[Times], Device]) -> None:
     gpu = device({"small": 3.0, "large": TypeError("got multiple values for argument 'depth'")})
     with pytest.raises(TypeError, match="multiple values for argument 'depth'"):
