@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from kitsune.errors import first_line
-from kitsune.fusion.agreement import agree, examples
+from kitsune.fusion.agreement import agree
+from kitsune.fusion.examples import examples
 from kitsune.fusion.match import Alone
 from kitsune.graph.signature import graph_signature
 from kitsune.kernels.tuning import is_of_compiler

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kitsune.capture.trace import trace
 from kitsune.fusion import agreement
-from kitsune.fusion.agreement import agree, examples
+from kitsune.fusion.agreement import agree
+from kitsune.fusion.examples import examples
 from kitsune.fusion.match import Alone
 from kitsune.kernels import adam, head, vocabulary  # noqa: F401 - define the operators
 from tests.kitsune.fusion.running import parts
