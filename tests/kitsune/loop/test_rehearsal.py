@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn import functional
 
 from kitsune.loop.rehearsal import trains_alike
+from tests.kitsune.fusion.running import InAutocast
 from tests.kitsune.steps import TracedStep, dropout_step, traced_step
 from tests.kitsune.training import Net
 
@@ -18,21 +19,14 @@ aten = torch.ops.aten
 Change = Callable[[fx.Graph], None]
 
 
-class InAutocast(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            output: Tensor = self.model(x)
-        return output.float()
-
-
 def step(amp: bool = False) -> TracedStep:
     torch.manual_seed(0)
-    model = InAutocast(Net(batch_norm=True)) if amp else Net(batch_norm=True)
-    return traced_step(model, functional.cross_entropy, torch.randn(64, 4), torch.randint(3, (64,)), keep_grads=False)
+    model = InAutocast(Net(batch_norm=True), torch.bfloat16 if amp else torch.float32)
+    return traced_step(model, loss_in_float32, torch.randn(64, 4), torch.randint(3, (64,)), keep_grads=False)
+
+
+def loss_in_float32(output: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(output.float(), y)
 
 
 def changed(module: fx.GraphModule, change: Change) -> fx.GraphModule:
