@@ -5,6 +5,8 @@ None of it has a public reader in `torch`; this module is where it is read.
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Iterable
 
 import torch
@@ -91,8 +93,21 @@ def parameter_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:
     return [*facts, *(contents(fact.expected) for fact in facts if fact.expected is not None)]
 
 
+def _global_of(module: torch.nn.Module, own: set[int]) -> str | None:
+    """A global that the code of `forward` names and that is one of the objects `own`, by id.
+
+    Dynamo knows such an object by the attribute where it met it first, and guards that alone.
+    """
+    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
+    if not isinstance(forward, types.FunctionType):
+        return None
+    places = forward.__globals__
+    return next((name for name in forward.__code__.co_names if name in places and id(places[name]) in own), None)
+
+
 def refuse_module(module: torch.nn.Module) -> Refusal | None:
     """None if `module` is of a kind that can be captured."""
+    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the model"
         if isinstance(part, torch.nn.parallel.DistributedDataParallel):
@@ -101,6 +116,10 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
         if is_compiled(part):
             return Refusal(f"{place} is compiled by torch.compile already", remedy="pass the module itself")
+        shared = _global_of(part, own)
+        if shared is not None:
+            problem = f"{place} reaches a part of the model through the global {shared!r}, which may be replaced unseen"
+            return Refusal(problem, remedy="reach it through an attribute of the module")
     for name, param in module.named_parameters():
         if type(param) is not torch.nn.Parameter:
             return Refusal(f"the parameter {name!r} is a {type(param).__name__}, not a plain Parameter")

@@ -47,6 +47,24 @@ def two_devices() -> nn.Module:
     return model
 
 
+class ThroughAGlobal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + LAYER(x)
+
+
+LAYER = nn.Linear(4, 4)
+
+
+def through_a_global() -> nn.Module:
+    model = ThroughAGlobal()
+    model.layer = LAYER
+    return nn.Sequential(model)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -56,6 +74,7 @@ def two_devices() -> nn.Module:
         (lambda: nn.Sequential(nn.DataParallel(Net())), "module '0' is a DataParallel"),
         (special_parameter, "the parameter 'first.weight' is a Special"),
         (two_devices, "several devices (cpu, meta)"),
+        (through_a_global, "module '0' reaches a part of the model through the global 'LAYER'"),
     ],
 )
 def test_modules_that_are_refused(kind: Callable[[], nn.Module], words: str) -> None:
@@ -70,6 +89,10 @@ def test_a_plain_module_is_accepted() -> None:
     assert refuse_backward_hooks(model) is None
     assert refuse_parameter_hooks(model.parameters()) is None
     assert refuse_surroundings() is None
+
+
+def test_a_global_that_is_no_part_of_the_model_is_guarded() -> None:
+    assert refuse_module(ThroughAGlobal()) is None
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
