@@ -40,7 +40,55 @@ def _at(pointer: tl.tensor, offsets: tl.tensor, aligned: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def _update(
+def update(
+    param: tl.tensor,
+    grad: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    param_at: tl.tensor,
+    exp_avg_at: tl.tensor,
+    exp_avg_sq_at: tl.tensor,
+    max_exp_avg_sq_at: tl.tensor,
+    mask: tl.tensor,
+    lr: tl.tensor,
+    step_size: tl.tensor,
+    root_correction2: tl.tensor,
+    beta1: tl.tensor,
+    weight1: tl.tensor,
+    beta2: tl.tensor,
+    weight2: tl.tensor,
+    weight_decay: tl.tensor,
+    eps: tl.tensor,
+    amsgrad: tl.constexpr,
+    decay: tl.constexpr,
+    maximize: tl.constexpr,
+) -> tl.tensor:
+    """Adam's step for a block, with what is there of it; returns the new parameters."""
+    # Of a sum of two products either may be rounded, and compilers choose anew in each branch and for each data type.
+    # It is said here, as torch has it, so that what an element becomes does not depend on where it lies.
+    if maximize:
+        grad = -grad
+    if decay == "decoupled":
+        param *= 1 - lr * weight_decay
+    elif decay == "coupled":
+        grad += param * weight_decay
+    difference = grad - exp_avg
+    exp_avg = tl.where(weight1 < 0.5, exp_avg + weight1 * difference, grad - difference * beta1)
+    exp_avg_sq = tl.fma(grad * grad, weight2, exp_avg_sq * beta2)
+    tl.store(exp_avg_at, exp_avg, mask)
+    tl.store(exp_avg_sq_at, exp_avg_sq, mask)
+    if amsgrad:
+        largest = tl.load(max_exp_avg_sq_at, mask)
+        exp_avg_sq = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(max_exp_avg_sq_at, exp_avg_sq, mask)
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root_correction2) + eps
+    param = tl.fma(tl.div_rn(exp_avg, denominator), -step_size, param)
+    tl.store(param_at, param, mask)
+    return param
+
+
+@triton.jit
+def _update_block(
     param_at: tl.tensor,
     grad_at: tl.tensor,
     exp_avg_at: tl.tensor,
@@ -60,29 +108,12 @@ def _update(
     decay: tl.constexpr,
     maximize: tl.constexpr,
 ) -> None:
-    # Of a sum of two products either may be rounded, and compilers choose anew in each branch and for each data type.
-    # It is said here, as torch has it, so that what an element becomes does not depend on where it lies.
-    param = tl.load(param_at, mask)
-    grad = tl.load(grad_at, mask).to(tl.float32)
-    exp_avg = tl.load(exp_avg_at, mask)
-    exp_avg_sq = tl.load(exp_avg_sq_at, mask)
-    if maximize:
-        grad = -grad
-    if decay == "decoupled":
-        param *= 1 - lr * weight_decay
-    elif decay == "coupled":
-        grad += param * weight_decay
-    difference = grad - exp_avg
-    exp_avg = tl.where(weight1 < 0.5, exp_avg + weight1 * difference, grad - difference * beta1)
-    exp_avg_sq = tl.fma(grad * grad, weight2, exp_avg_sq * beta2)
-    tl.store(exp_avg_at, exp_avg, mask)
-    tl.store(exp_avg_sq_at, exp_avg_sq, mask)
-    if amsgrad:
-        largest = tl.load(max_exp_avg_sq_at, mask)
-        exp_avg_sq = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(max_exp_avg_sq_at, exp_avg_sq, mask)
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root_correction2) + eps
-    tl.store(param_at, tl.fma(tl.div_rn(exp_avg, denominator), -step_size, param), mask)
+    update(
+        tl.load(param_at, mask), tl.load(grad_at, mask).to(tl.float32),
+        tl.load(exp_avg_at, mask), tl.load(exp_avg_sq_at, mask),
+        param_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, mask, lr, step_size, root_correction2,
+        beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+    )  # fmt: skip
 
 
 # Triton compiles anew for numbers in tuples that are 1 or multiples of 16. Sizes and first blocks hence come as
@@ -136,12 +167,12 @@ def _adam(
     step_size = tl.div_rn(rate, correction1.to(tl.float32))
     root_correction2 = tl.sqrt_rn(correction2.to(tl.float32))
     if remaining >= block_size:
-        _update(
+        _update_block(
             param_at, grad_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, None, rate, step_size, root_correction2,
             beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
         )  # fmt: skip
     else:
-        _update(
+        _update_block(
             param_at, grad_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, offsets - start < remaining,
             rate, step_size, root_correction2,
             beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,

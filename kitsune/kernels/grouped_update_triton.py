@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kitsune.kernels.adam_triton import _NO_BLOCK, _log, _odd, _pick, _update
+from kitsune.kernels.adam_triton import _NO_BLOCK, _log, _odd, _pick, update
 from kitsune.kernels.linear_triton import (
     Form,
     compile_options,
@@ -38,6 +38,7 @@ _ALIGNED_ELEMENTS = tl.constexpr(8)  # at two bytes each, they fill the widest l
 _WEIGHT = tl.constexpr(0)
 _ALIGNED_WEIGHT = tl.constexpr(1)
 _BIAS = tl.constexpr(2)
+_WIDE = tl.constexpr(4)  # added where the input is float32 among others that are not
 
 # From small to large. For MLPs at small batches, those of 64 x 16 with 4 warps were the fastest on an H200.
 _FORMS = (
@@ -95,6 +96,34 @@ def _layer(
 
 
 @triton.jit
+def _wide(layer: tl.tuple) -> tuple[tl.tensor, ...]:
+    """A layer whose input is float32, though its pointer came in a list of others."""
+    grad_output, x, batch, num_rows, num_cols, grad_stride, input_stride = layer
+    x = x.to(tl.pointer_type(tl.float32), bitcast=True)
+    return grad_output, x, batch, num_rows, num_cols, grad_stride, input_stride
+
+
+@triton.jit
+def _size(layer: tl.tuple, aligned: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Rows and columns of a gradient; if they are multiples, Triton can see it in the arithmetic."""
+    num_rows, num_cols = layer[3], layer[4]
+    if aligned:
+        num_rows = num_rows // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
+        num_cols = num_cols // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
+    return num_rows, num_cols
+
+
+@triton.jit
+def _place(
+    tile: tl.tensor, layer: tl.tuple, aligned: tl.constexpr, block_rows: tl.constexpr, block_cols: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The offsets of a tile of a gradient, and their mask."""
+    num_rows, num_cols = _size(layer, aligned)
+    rows, cols = tile_of(tile, num_cols, block_rows, block_cols)
+    return rows[:, None] * num_cols + cols[None, :], (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
+
+
+@triton.jit
 def _gradient(
     tile: tl.tensor,
     layer: tl.tuple,
@@ -105,12 +134,10 @@ def _gradient(
     block_cols: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A tile of the gradient of a weight (rows, cols) or of a bias (rows, 1), its offsets, and their mask."""
-    grad_output, x, batch, num_rows, num_cols, grad_stride, input_stride = layer
-    if aligned:  # which multiples these are, Triton can see in the arithmetic
-        num_rows = num_rows // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
-        num_cols = num_cols // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
+) -> tl.tensor:
+    """A tile of the gradient of a weight (rows, cols) or of a bias (rows, 1), in float32."""
+    grad_output, x, batch, _, _, grad_stride, input_stride = layer
+    num_rows, num_cols = _size(layer, aligned)
     dtype: tl.constexpr = grad_output.dtype.element_ty
     rows, cols = tile_of(tile, num_cols, block_rows, block_cols)
     if is_bias:
@@ -121,9 +148,7 @@ def _gradient(
             grad_output, 1, grad_stride, x, 1, input_stride,
             rows, cols, num_rows, num_cols, batch, dtype, precision, block_rows, block_cols, depth, slices, aligned,
         )  # fmt: skip
-    offsets = rows[:, None] * num_cols + cols[None, :]
-    mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
-    return total.to(dtype).to(tl.float32), offsets, mask
+    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -136,6 +161,30 @@ def _addresses(pointer: tl.tensor, offsets: tl.tensor, aligned: tl.constexpr) ->
 
 
 @triton.jit
+def _by_kind(
+    update_tile: tl.constexpr,
+    kind: tl.tensor,
+    mixed: tl.constexpr,
+    tile: tl.tensor,
+    layer: tl.tuple,
+    tensors: tl.tuple,
+    numbers: tl.tuple,
+    options: tl.tuple,
+    form: tl.tuple,
+) -> None:
+    """Calls `update_tile` as the parameter's kind demands: each branch is compiled by itself."""
+    if mixed and kind >= _WIDE:
+        if kind == _WIDE + _ALIGNED_WEIGHT:
+            update_tile(tile, _wide(layer), tensors, numbers, False, True, options, form)
+        else:
+            update_tile(tile, _wide(layer), tensors, numbers, False, False, options, form)
+    elif kind == _ALIGNED_WEIGHT:
+        update_tile(tile, layer, tensors, numbers, False, True, options, form)
+    else:
+        update_tile(tile, layer, tensors, numbers, kind == _BIAS, False, options, form)
+
+
+@triton.jit
 def _adam_tile(
     tile: tl.tensor,
     layer: tl.tuple,
@@ -143,33 +192,31 @@ def _adam_tile(
     numbers: tl.tuple,
     is_bias: tl.tensor,
     aligned: tl.constexpr,
-    amsgrad: tl.constexpr,
-    decay: tl.constexpr,
-    maximize: tl.constexpr,
-    has_shadows: tl.constexpr,
-    precision: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    depth: tl.constexpr,
-    slices: tl.constexpr,
+    options: tl.tuple,
+    form: tl.tuple,
 ) -> None:
     parameter, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_memory, shadow = tensors
     rate, step_size, root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps = numbers
-    grad, offsets, mask = _gradient(
-        tile, layer, is_bias, aligned, precision, block_rows, block_cols, depth, slices
-    )  # fmt: skip
+    amsgrad, decay, maximize, has_grads, has_shadows = options
+    precision, block_rows, block_cols, depth, slices = form
+    offsets, mask = _place(tile, layer, aligned, block_rows, block_cols)
     param_at = _addresses(parameter, offsets, aligned)
-    grad_at = _addresses(grad_memory, offsets, aligned)
-    tl.store(grad_at, grad, mask)
-    tl.debug_barrier()  # `_update` may read what other threads of this program have written
-    _update(
-        param_at, grad_at, _addresses(exp_avg, offsets, aligned), _addresses(exp_avg_sq, offsets, aligned),
+    exp_avg_at = _addresses(exp_avg, offsets, aligned)
+    exp_avg_sq_at = _addresses(exp_avg_sq, offsets, aligned)
+    # Read first: none of it waits for the gradient.
+    before = tl.load(param_at, mask)
+    average = tl.load(exp_avg_at, mask)
+    average_of_squares = tl.load(exp_avg_sq_at, mask)
+    grad = _gradient(tile, layer, is_bias, aligned, precision, block_rows, block_cols, depth, slices)
+    if has_grads:
+        tl.store(_addresses(grad_memory, offsets, aligned), grad, mask)
+    param = update(
+        before, grad, average, average_of_squares, param_at, exp_avg_at, exp_avg_sq_at,
         _addresses(max_exp_avg_sq, offsets, aligned), mask, rate, step_size, root_correction2,
         beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
     )  # fmt: skip
     if has_shadows:
-        tl.debug_barrier()
-        tl.store(_addresses(shadow, offsets, aligned), tl.load(param_at, mask).to(shadow.dtype.element_ty), mask)
+        tl.store(_addresses(shadow, offsets, aligned), param.to(shadow.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["lr", "found_inf"])
@@ -203,7 +250,9 @@ def _linear_adam(
     amsgrad: tl.constexpr,
     decay: tl.constexpr,
     maximize: tl.constexpr,
+    has_grads: tl.constexpr,
     has_shadows: tl.constexpr,
+    mixed: tl.constexpr,
     precision: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
@@ -233,16 +282,9 @@ def _linear_adam(
     step_size = tl.div_rn(rate, (1 - tl.exp(count * log_beta1)).to(tl.float32))
     root_correction2 = tl.sqrt_rn((1 - tl.exp(count * log_beta2)).to(tl.float32))
     numbers = (rate, step_size, root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps)
-    if kind == _ALIGNED_WEIGHT:
-        _adam_tile(
-            tile, layer, tensors, numbers, False, True, amsgrad, decay, maximize, has_shadows,
-            precision, block_rows, block_cols, depth, slices,
-        )  # fmt: skip
-    else:
-        _adam_tile(
-            tile, layer, tensors, numbers, kind == _BIAS, False, amsgrad, decay, maximize, has_shadows,
-            precision, block_rows, block_cols, depth, slices,
-        )  # fmt: skip
+    options = (amsgrad, decay, maximize, has_grads, has_shadows)
+    form = (precision, block_rows, block_cols, depth, slices)
+    _by_kind(_adam_tile, kind, mixed, tile, layer, tensors, numbers, options, form)
 
 
 @triton.jit
@@ -253,27 +295,19 @@ def _sgd_tile(
     numbers: tl.tuple,
     is_bias: tl.tensor,
     aligned: tl.constexpr,
-    has_momentum: tl.constexpr,
-    decays: tl.constexpr,
-    nesterov: tl.constexpr,
-    maximize: tl.constexpr,
-    has_grads: tl.constexpr,
-    has_shadows: tl.constexpr,
-    precision: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    depth: tl.constexpr,
-    slices: tl.constexpr,
+    options: tl.tuple,
+    form: tl.tuple,
 ) -> None:
     parameter, buffer, grad_memory, shadow = tensors
     rate, momentum, undamped, weight_decay = numbers
-    grad, offsets, mask = _gradient(
-        tile, layer, is_bias, aligned, precision, block_rows, block_cols, depth, slices
-    )  # fmt: skip
+    has_momentum, decays, nesterov, maximize, has_grads, has_shadows = options
+    precision, block_rows, block_cols, depth, slices = form
+    offsets, mask = _place(tile, layer, aligned, block_rows, block_cols)
+    param_at = _addresses(parameter, offsets, aligned)
+    param = tl.load(param_at, mask)  # first: it does not wait for the gradient
+    grad = _gradient(tile, layer, is_bias, aligned, precision, block_rows, block_cols, depth, slices)
     if has_grads:
         tl.store(_addresses(grad_memory, offsets, aligned), grad, mask)
-    param_at = _addresses(parameter, offsets, aligned)
-    param = tl.load(param_at, mask)
     if maximize:
         grad = -grad
     if decays:
@@ -318,6 +352,7 @@ def _linear_sgd(
     maximize: tl.constexpr,
     has_grads: tl.constexpr,
     has_shadows: tl.constexpr,
+    mixed: tl.constexpr,
     precision: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
@@ -341,16 +376,9 @@ def _linear_sgd(
         _pick(block, odd_first_blocks, shadows),
     )
     numbers = (tl.load(lr), momentum, undamped, weight_decay)
-    if kind == _ALIGNED_WEIGHT:
-        _sgd_tile(
-            tile, layer, tensors, numbers, False, True, has_momentum, decays, nesterov, maximize,
-            has_grads, has_shadows, precision, block_rows, block_cols, depth, slices,
-        )  # fmt: skip
-    else:
-        _sgd_tile(
-            tile, layer, tensors, numbers, kind == _BIAS, False, has_momentum, decays, nesterov, maximize,
-            has_grads, has_shadows, precision, block_rows, block_cols, depth, slices,
-        )  # fmt: skip
+    options = (has_momentum, decays, nesterov, maximize, has_grads, has_shadows)
+    form = (precision, block_rows, block_cols, depth, slices)
+    _by_kind(_sgd_tile, kind, mixed, tile, layer, tensors, numbers, options, form)
 
 
 def linear_adam(
@@ -387,7 +415,7 @@ def linear_adam(
             exp_avgs,
             exp_avg_sqs,
             max_exp_avg_sqs or exp_avg_sqs,
-            grads or [torch.empty_like(parameter) for parameter in parameters],  # see `_adam_tile`
+            grads or parameters,
             shadows or parameters,
         ],
         read=[steps],
@@ -398,6 +426,7 @@ def linear_adam(
             "amsgrad": bool(max_exp_avg_sqs),
             "decay": "none" if weight_decay == 0 else "decoupled" if decoupled else "coupled",
             "maximize": maximize,
+            "has_grads": bool(grads),
             "has_shadows": bool(shadows),
         },
         allow_tf32=allow_tf32,
@@ -464,8 +493,9 @@ def _launch(
     form: Form | None,
 ) -> None:
     """Launches `kernel` for each part of the parameters, which are the first of the lists `written`."""
-    for part in _parts(grad_outputs, inputs, layers, written[0]):
+    for part in _parts(grad_outputs, layers, written[0]):
         grads, xs = ([tensors[layers[index]] for index in part] for tensors in (grad_outputs, inputs))
+        mixed = len({x.dtype for x in xs}) > 1
         states, scalars = ([[one[index] for index in part] for one in lists] for lists in (written, read))
 
         def run(
@@ -475,31 +505,31 @@ def _launch(
             grads: Tensors = grads,
             xs: Tensors = xs,
             scalars: Lists = scalars,
+            mixed: bool = mixed,
         ) -> None:
             num_blocks, shape = _geometry(grads, xs, states, form)
             kernel[(num_blocks,)](
                 _padded(grads),
-                _padded(xs),
+                _padded([_as(x, grad.dtype) if mixed else x for grad, x in zip(grads, xs, strict=True)]),
                 *shape,
                 *map(_padded, (*states, *scalars)),
                 lr,
                 found_inf,
                 *numbers,
                 **constants,
+                mixed=mixed,
                 **compile_options(form, grads[0].dtype, allow_tf32),
             )
 
         run(form or _fastest(kernel, grads, xs, states, f"{constants} tf32={allow_tf32}", run), states, found_inf)
 
 
-def _parts(
-    grad_outputs: Tensors, inputs: Tensors, layers: Sequence[int], parameters: Tensors
-) -> Iterator[tuple[int, ...]]:
-    """Indices of parameters that hold anything, for a launch each: pointers of a list must be of one data type."""
-    by_type: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+def _parts(grad_outputs: Tensors, layers: Sequence[int], parameters: Tensors) -> Iterator[tuple[int, ...]]:
+    """Indices of parameters that hold anything, for a launch each, which is for gradients of one data type."""
+    by_type: dict[torch.dtype, list[int]] = {}
     for index, (layer, parameter) in enumerate(zip(layers, parameters, strict=True)):
         if parameter.numel():
-            by_type.setdefault((grad_outputs[layer].dtype, inputs[layer].dtype), []).append(index)
+            by_type.setdefault(grad_outputs[layer].dtype, []).append(index)
     for indices in by_type.values():
         for begin in range(0, len(indices), WIDTHS[-1]):
             yield tuple(indices[begin : begin + WIDTHS[-1]])
@@ -518,7 +548,7 @@ def _fastest(
                 copies.extend([[tensor.clone() for tensor in tensors] for tensors in states])
         run(form, copies, None)
 
-    kinds = [_kind(grad, x, one) for grad, x, *one in zip(grads, xs, *states, strict=True)]
+    kinds = _kinds(grads, xs, states)
     key = f"{kernel.__name__} {describe([*grads, *xs, *states[0]])} {kinds} {options}"
     rows, cols, batch = (max(sizes) for sizes in zip(*map(_sizes, grads, xs, states[0]), strict=True))
     return choose(key, forms(rows, cols, batch, _FORMS), trial, grads[0].device)
@@ -531,7 +561,7 @@ def _geometry(grads: Tensors, xs: Tensors, states: Lists, form: Form) -> tuple[i
     first_blocks = [0, *itertools.accumulate(num_tiles(form, *size[:2]) for size in sizes)]
     num_blocks = first_blocks.pop()
     strides = [[tensor.stride(0) for tensor in tensors] for tensors in (grads, xs)]
-    kinds = [_kind(grad, x, one) for grad, x, *one in zip(grads, xs, *states, strict=True)]
+    kinds = _kinds(grads, xs, states)
     lists = [_odd(_padded(numbers)) for numbers in (batches, rows, cols, *strides, kinds)]
     unused = _width(first_blocks) - len(first_blocks)
     return num_blocks, [*lists, _odd(first_blocks + [_NO_BLOCK] * unused)]
@@ -542,12 +572,24 @@ def _sizes(grad: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor) -> tupl
     return grad.shape[1], x.shape[1] if parameter.ndim == 2 else 1, grad.shape[0]
 
 
-def _kind(grad: torch.Tensor, x: torch.Tensor, states: Tensors) -> int:
+def _kinds(grads: Tensors, xs: Tensors, states: Lists) -> list[int]:
+    mixed = len({x.dtype for x in xs}) > 1
+    return [_kind(grad, x, one, mixed) for grad, x, *one in zip(grads, xs, *states, strict=True)]
+
+
+def _kind(grad: torch.Tensor, x: torch.Tensor, states: Tensors, mixed: bool) -> int:
     if states[0].ndim == 1:
         return int(_BIAS.value)
     numbers = (*states[0].shape, grad.stride(0), x.stride(0))
     aligned = all(number % _ALIGNED_ELEMENTS.value == 0 for number in numbers)
-    return int((_ALIGNED_WEIGHT if aligned and all(map(is_aligned, (grad, x, *states))) else _WEIGHT).value)
+    kind = _ALIGNED_WEIGHT if aligned and all(map(is_aligned, (grad, x, *states))) else _WEIGHT
+    wide = _WIDE.value if mixed and x.dtype == torch.float32 else 0
+    return int(kind.value + wide)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+    """What passes its address as that of values of another type."""
+    return tensor if tensor.dtype == dtype else triton.reinterpret(tensor, dtype)
 
 
 def _width(items: Sequence[object]) -> int:

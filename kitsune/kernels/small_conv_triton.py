@@ -361,6 +361,7 @@ def launch_weight_grad(
             *x.shape[1:], *grad.shape[1:], *kernel, *stride, *padding,
             channels_first=_channels_first(weight_grad), dtype=_DTYPES[dtype], precision=_precision(allow_tf32),
             block_rows=form.rows, block_taps=form.taps, block_channels=_power_of_2(channels), num_warps=form.num_warps,
+            num_stages=1,  # Triton 3.6's pipeline reads single float32 values of padded windows from wrong places
         )  # fmt: skip
         _add_parts[(triton.cdiv(num_sums, _SUMS_A_PROGRAM),)](
             sums, weight_grad, bias_grad, num_parts, channels, num_taps,

@@ -47,6 +47,7 @@ def launch_grouped_update() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         outputs, inputs = ([torch.zeros(BATCH, width, dtype=dtype) for width in part] for part in (WIDTHS[1:], WIDTHS))
         parameters = list(nn.Sequential(*map(nn.Linear, WIDTHS, WIDTHS[1:])).parameters())
+        inputs[0] = inputs[0].float()
         layers, scalar = [0, 0, 1, 1, 2, 2], torch.ones(())
         grouped_update_triton.linear_adam(
             outputs, inputs[:-1], layers, parameters, parameters, parameters, [], [scalar] * 6, [], [],
