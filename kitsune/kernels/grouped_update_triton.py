@@ -18,12 +18,12 @@ import triton.language as tl
 from kitsune.kernels.adam_triton import _NO_BLOCK, _log, _odd, _pick, update
 from kitsune.kernels.linear_triton import (
     Form,
-    compile_options,
     describe,
     forms,
     is_aligned,
     multiply,
     num_tiles,
+    precision_of,
     tile_of,
 )
 from kitsune.kernels.tuning import choose
@@ -125,20 +125,17 @@ def _place(
 
 @triton.jit
 def _gradient(
-    tile: tl.tensor,
-    layer: tl.tuple,
-    is_bias: tl.tensor,
-    aligned: tl.constexpr,
-    precision: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    depth: tl.constexpr,
-    slices: tl.constexpr,
+    tile: tl.tensor, layer: tl.tuple, is_bias: tl.tensor, aligned: tl.constexpr, form: tl.constexpr
 ) -> tl.tensor:
     """A tile of the gradient of a weight (rows, cols) or of a bias (rows, 1), in float32."""
     grad_output, x, batch, _, _, grad_stride, input_stride = layer
     num_rows, num_cols = _size(layer, aligned)
     dtype: tl.constexpr = grad_output.dtype.element_ty
+    precision: tl.constexpr = form[0]
+    block_rows: tl.constexpr = form[1]
+    block_cols: tl.constexpr = form[2]
+    depth: tl.constexpr = form[3]
+    slices: tl.constexpr = form[4]
     rows, cols = tile_of(tile, num_cols, block_rows, block_cols)
     if is_bias:
         sums = _column_sums(grad_output, grad_stride, rows, batch, num_rows, block_rows, depth)
@@ -169,19 +166,19 @@ def _by_kind(
     layer: tl.tuple,
     tensors: tl.tuple,
     numbers: tl.tuple,
-    options: tl.tuple,
-    form: tl.tuple,
+    flags: tl.constexpr,
+    form: tl.constexpr,
 ) -> None:
     """Calls `update_tile` as the parameter's kind demands: each branch is compiled by itself."""
     if mixed and kind >= _WIDE:
         if kind == _WIDE + _ALIGNED_WEIGHT:
-            update_tile(tile, _wide(layer), tensors, numbers, False, True, options, form)
+            update_tile(tile, _wide(layer), tensors, numbers, False, True, flags, form)
         else:
-            update_tile(tile, _wide(layer), tensors, numbers, False, False, options, form)
+            update_tile(tile, _wide(layer), tensors, numbers, False, False, flags, form)
     elif kind == _ALIGNED_WEIGHT:
-        update_tile(tile, layer, tensors, numbers, False, True, options, form)
+        update_tile(tile, layer, tensors, numbers, False, True, flags, form)
     else:
-        update_tile(tile, layer, tensors, numbers, kind == _BIAS, False, options, form)
+        update_tile(tile, layer, tensors, numbers, kind == _BIAS, False, flags, form)
 
 
 @triton.jit
@@ -192,13 +189,18 @@ def _adam_tile(
     numbers: tl.tuple,
     is_bias: tl.tensor,
     aligned: tl.constexpr,
-    options: tl.tuple,
-    form: tl.tuple,
+    flags: tl.constexpr,
+    form: tl.constexpr,
 ) -> None:
     parameter, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_memory, shadow = tensors
     rate, step_size, root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps = numbers
-    amsgrad, decay, maximize, has_grads, has_shadows = options
-    precision, block_rows, block_cols, depth, slices = form
+    amsgrad: tl.constexpr = flags[0]
+    decay: tl.constexpr = flags[1]
+    maximize: tl.constexpr = flags[2]
+    has_grads: tl.constexpr = flags[3]
+    has_shadows: tl.constexpr = flags[4]
+    block_rows: tl.constexpr = form[1]
+    block_cols: tl.constexpr = form[2]
     offsets, mask = _place(tile, layer, aligned, block_rows, block_cols)
     param_at = _addresses(parameter, offsets, aligned)
     exp_avg_at = _addresses(exp_avg, offsets, aligned)
@@ -207,7 +209,7 @@ def _adam_tile(
     before = tl.load(param_at, mask)
     average = tl.load(exp_avg_at, mask)
     average_of_squares = tl.load(exp_avg_sq_at, mask)
-    grad = _gradient(tile, layer, is_bias, aligned, precision, block_rows, block_cols, depth, slices)
+    grad = _gradient(tile, layer, is_bias, aligned, form)
     if has_grads:
         tl.store(_addresses(grad_memory, offsets, aligned), grad, mask)
     param = update(
@@ -247,17 +249,9 @@ def _linear_adam(
     log_beta2: tl.float64,
     weight_decay: tl.tensor,
     eps: tl.tensor,
-    amsgrad: tl.constexpr,
-    decay: tl.constexpr,
-    maximize: tl.constexpr,
-    has_grads: tl.constexpr,
-    has_shadows: tl.constexpr,
+    flags: tl.constexpr,
     mixed: tl.constexpr,
-    precision: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    depth: tl.constexpr,
-    slices: tl.constexpr,
+    form: tl.constexpr,
 ) -> None:
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
@@ -282,9 +276,7 @@ def _linear_adam(
     step_size = tl.div_rn(rate, (1 - tl.exp(count * log_beta1)).to(tl.float32))
     root_correction2 = tl.sqrt_rn((1 - tl.exp(count * log_beta2)).to(tl.float32))
     numbers = (rate, step_size, root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps)
-    options = (amsgrad, decay, maximize, has_grads, has_shadows)
-    form = (precision, block_rows, block_cols, depth, slices)
-    _by_kind(_adam_tile, kind, mixed, tile, layer, tensors, numbers, options, form)
+    _by_kind(_adam_tile, kind, mixed, tile, layer, tensors, numbers, flags, form)
 
 
 @triton.jit
@@ -295,17 +287,23 @@ def _sgd_tile(
     numbers: tl.tuple,
     is_bias: tl.tensor,
     aligned: tl.constexpr,
-    options: tl.tuple,
-    form: tl.tuple,
+    flags: tl.constexpr,
+    form: tl.constexpr,
 ) -> None:
     parameter, buffer, grad_memory, shadow = tensors
     rate, momentum, undamped, weight_decay = numbers
-    has_momentum, decays, nesterov, maximize, has_grads, has_shadows = options
-    precision, block_rows, block_cols, depth, slices = form
+    has_momentum: tl.constexpr = flags[0]
+    decays: tl.constexpr = flags[1]
+    nesterov: tl.constexpr = flags[2]
+    maximize: tl.constexpr = flags[3]
+    has_grads: tl.constexpr = flags[4]
+    has_shadows: tl.constexpr = flags[5]
+    block_rows: tl.constexpr = form[1]
+    block_cols: tl.constexpr = form[2]
     offsets, mask = _place(tile, layer, aligned, block_rows, block_cols)
     param_at = _addresses(parameter, offsets, aligned)
     param = tl.load(param_at, mask)  # first: it does not wait for the gradient
-    grad = _gradient(tile, layer, is_bias, aligned, precision, block_rows, block_cols, depth, slices)
+    grad = _gradient(tile, layer, is_bias, aligned, form)
     if has_grads:
         tl.store(_addresses(grad_memory, offsets, aligned), grad, mask)
     if maximize:
@@ -314,7 +312,7 @@ def _sgd_tile(
         grad += param * weight_decay
     if has_momentum:
         buffer_at = _addresses(buffer, offsets, aligned)
-        average = tl.fma(grad, undamped, tl.load(buffer_at, mask) * momentum)  # see `_update`
+        average = tl.fma(grad, undamped, tl.load(buffer_at, mask) * momentum)  # see `update`
         tl.store(buffer_at, average, mask)
         if nesterov:
             grad += average * momentum
@@ -346,18 +344,9 @@ def _linear_sgd(
     momentum: tl.tensor,
     undamped: tl.tensor,
     weight_decay: tl.tensor,
-    has_momentum: tl.constexpr,
-    decays: tl.constexpr,
-    nesterov: tl.constexpr,
-    maximize: tl.constexpr,
-    has_grads: tl.constexpr,
-    has_shadows: tl.constexpr,
+    flags: tl.constexpr,
     mixed: tl.constexpr,
-    precision: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-    depth: tl.constexpr,
-    slices: tl.constexpr,
+    form: tl.constexpr,
 ) -> None:
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
@@ -376,9 +365,7 @@ def _linear_sgd(
         _pick(block, odd_first_blocks, shadows),
     )
     numbers = (tl.load(lr), momentum, undamped, weight_decay)
-    options = (has_momentum, decays, nesterov, maximize, has_grads, has_shadows)
-    form = (precision, block_rows, block_cols, depth, slices)
-    _by_kind(_sgd_tile, kind, mixed, tile, layer, tensors, numbers, options, form)
+    _by_kind(_sgd_tile, kind, mixed, tile, layer, tensors, numbers, flags, form)
 
 
 def linear_adam(
@@ -422,13 +409,13 @@ def linear_adam(
         lr=lr,
         found_inf=found_inf,
         numbers=(beta1, 1 - beta1, _log(beta1), beta2, 1 - beta2, _log(beta2), weight_decay, eps),
-        constants={
-            "amsgrad": bool(max_exp_avg_sqs),
-            "decay": "none" if weight_decay == 0 else "decoupled" if decoupled else "coupled",
-            "maximize": maximize,
-            "has_grads": bool(grads),
-            "has_shadows": bool(shadows),
-        },
+        flags=(
+            bool(max_exp_avg_sqs),
+            "none" if weight_decay == 0 else "decoupled" if decoupled else "coupled",
+            maximize,
+            bool(grads),
+            bool(shadows),
+        ),
         allow_tf32=allow_tf32,
         form=form,
     )
@@ -464,14 +451,7 @@ def linear_sgd(
         lr=lr,
         found_inf=found_inf,
         numbers=(momentum, 1 - dampening, weight_decay),
-        constants={
-            "has_momentum": bool(momentum_buffers),
-            "decays": weight_decay != 0,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "has_grads": bool(grads),
-            "has_shadows": bool(shadows),
-        },
+        flags=(bool(momentum_buffers), weight_decay != 0, nesterov, maximize, bool(grads), bool(shadows)),
         allow_tf32=allow_tf32,
         form=form,
     )
@@ -488,7 +468,7 @@ def _launch(
     lr: torch.Tensor,
     found_inf: torch.Tensor | None,
     numbers: tuple[float, ...],
-    constants: dict[str, Any],
+    flags: tuple[bool | str, ...],
     allow_tf32: bool,
     form: Form | None,
 ) -> None:
@@ -516,12 +496,14 @@ def _launch(
                 lr,
                 found_inf,
                 *numbers,
-                **constants,
+                flags=flags,
                 mixed=mixed,
-                **compile_options(form, grads[0].dtype, allow_tf32),
+                form=(precision_of(grads[0].dtype, allow_tf32), *form[:4]),
+                num_warps=form.num_warps,
+                num_stages=form.num_stages,
             )
 
-        run(form or _fastest(kernel, grads, xs, states, f"{constants} tf32={allow_tf32}", run), states, found_inf)
+        run(form or _fastest(kernel, grads, xs, states, f"{flags} tf32={allow_tf32}", run), states, found_inf)
 
 
 def _parts(grad_outputs: Tensors, layers: Sequence[int], parameters: Tensors) -> Iterator[tuple[int, ...]]:

@@ -347,7 +347,7 @@ def input_gradient(
 def compile_options(form: Form, dtype: torch.dtype, allow_tf32: bool) -> dict[str, int | str]:
     """The constants of a kernel that calls `multiply`, and how to compile it."""
     return {
-        "precision": "tf32" if allow_tf32 and dtype == torch.float32 else "ieee",
+        "precision": precision_of(dtype, allow_tf32),
         "block_rows": form.rows,
         "block_cols": form.cols,
         "depth": form.depth,
@@ -355,6 +355,11 @@ def compile_options(form: Form, dtype: torch.dtype, allow_tf32: bool) -> dict[st
         "num_warps": form.num_warps,
         "num_stages": form.num_stages,
     }
+
+
+def precision_of(dtype: torch.dtype, allow_tf32: bool) -> str:
+    """How `tl.dot` is to take operands."""
+    return "tf32" if allow_tf32 and dtype == torch.float32 else "ieee"
 
 
 def describe(tensors: Sequence[torch.Tensor | None]) -> str:
