@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -18,11 +19,7 @@ from kitsune.timing.stopwatch import Stopwatch
 # The first replay of a graph uploads it to the device.
 _UNTIMED = 2
 _SAMPLES = 7
-_TURN = _UNTIMED + _SAMPLES + 1
-
-# The device gets so much more to wait for than the host takes for the steps that are timed, but no more than that.
-_HEAD_START = 1.5
-_LONGEST_HEAD_START_US = 20_000.0
+_TURN = _UNTIMED + _SAMPLES
 
 # The fastest of all meets the first entrant again, in turns, so that a device that changes its pace favours neither.
 _RUNOFF_TURNS = 4
@@ -54,17 +51,15 @@ Maker = Callable[[Sequence[torch.Tensor]], E]
 class Contest(Generic[E]):
     """Replays a step by the fastest of several entrants.
 
-    Once opened, each in turn replays some of the user's own steps and the loop is timed; the fastest replays
-    all later ones. The host gets ahead of the device first, so that the device's pace is what counts: the host
-    is slower during the trials than afterwards. Where it stays behind all the same, as in a loop that waits for
-    each step, all are as fast, and the first stays. The fastest is made anew, alone, so that no memory of the
-    trials is kept. The loop is timed again now and then: when it has become much slower than it was, the trials
-    are repeated, and from then on less often.
+    Once opened, each in turn replays some of the user's own steps, and is timed by the device's clock; the fastest
+    replays all later ones. What the host takes does not count: it is slower during the trials than afterwards. The
+    fastest is made anew, alone, so that no memory of the trials is kept. It is timed again now and then: when it has
+    become much slower than it was, the trials are repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once; it stays where no other is clearly faster.
         inputs: of the present step.
-        stopwatch: times the loop.
+        stopwatch: times replays.
         refused: told why an entrant could not be made.
         clear: frees what released entrants have left.
 
@@ -72,6 +67,7 @@ class Contest(Generic[E]):
         RefusedError: by the constructor and by calls, if not even the first entrant can be made.
 
     Attributes:
+        winner: what replays at present.
         trying: whether the trials go on.
         settled: how often it has settled on an entrant, or on looking for slowdowns of the only one in vain.
     """
@@ -86,7 +82,8 @@ class Contest(Generic[E]):
     ) -> None:
         self._stopwatch, self._refused, self._clear = stopwatch, refused, clear
         self._makers: tuple[Maker[E], ...] = (first,)
-        self._entrants: dict[int, E] = {0: first(inputs)}
+        self.winner = first(inputs)
+        self._entrants: dict[int, E] = {0: self.winner}
         self._times_us: list[float | None] = [None]
         self._present = 0
         self._turns: deque[int] = deque()
@@ -95,14 +92,8 @@ class Contest(Generic[E]):
         self._replays = 0
         self._probe_every = _PROBE_EVERY
         self._making_seconds = 0.0
-        self._called = time.perf_counter()
         self.trying = False
         self.settled = 0
-
-    @property
-    def winner(self) -> E:
-        """What replays at present."""
-        return self._entrants[self._present]
 
     @property
     def place(self) -> int:
@@ -111,7 +102,7 @@ class Contest(Generic[E]):
 
     @property
     def times_us(self) -> tuple[float | None, ...]:
-        """For each entrant the median time of a step in the loop; None where it was not timed."""
+        """For each entrant the median time that a replay takes on the device; None where it was not timed."""
         return tuple(self._times_us)
 
     def open(self, others: Sequence[Maker[E]]) -> None:
@@ -130,28 +121,17 @@ class Contest(Generic[E]):
         seconds, self._making_seconds = self._making_seconds, 0.0
         return seconds
 
-    def __call__(self, inputs: Sequence[torch.Tensor], *, follows: bool = True) -> Outputs:
-        """Replays a step. The outputs are the winner's: valid until the next call.
-
-        Args:
-            follows: whether the loop has done nothing but this step since the latest call.
-        """
-        called = time.perf_counter()
-        pace_us, self._called = (called - self._called) * 1e6, called
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
+        """Replays a step. The outputs are the winner's: valid until the next call."""
         if self.trying and self._replays == _TURN:
             self._end_turn(inputs)
         elif not self.trying and self._replays == self._probe_every:
             self._examine(inputs)
         self._replays += 1
         end = _TURN if self.trying else self._probe_every
-        if self._replays < end - _SAMPLES:
+        if self._replays <= end - _SAMPLES:
             return self.winner(inputs)
-        if self._replays == end - _SAMPLES:
-            self._stopwatch.get_ahead(min(_HEAD_START * pace_us * (_SAMPLES + 1), _LONGEST_HEAD_START_US))
-        self._stopwatch.lap(follows=follows)
-        outputs = self.winner(inputs)
-        self._stopwatch.leave()
-        return outputs
+        return self._stopwatch.time(partial(self.winner, inputs))
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
@@ -167,7 +147,7 @@ class Contest(Generic[E]):
         self._stopwatch.read()
 
     def _end_turn(self, inputs: Sequence[torch.Tensor]) -> None:
-        self._samples.setdefault(self._present, []).extend(self._read())
+        self._samples.setdefault(self._present, []).extend(self._stopwatch.read())
         self._replays = 0
         best = self._best()
         if not self._is_runoff:
@@ -179,14 +159,14 @@ class Contest(Generic[E]):
             except RefusedError as error:
                 self._refused(error)
                 continue
-            self._present = place
+            self._put(place)
             return
         if best and not self._is_runoff:
             self._is_runoff = True
             self._times_us = self._medians()
             self._samples = {}
             self._turns = deque([best, 0] * _RUNOFF_TURNS)
-            self._present = self._turns.popleft()
+            self._put(self._turns.popleft())
             return
         self._settle(best, inputs)
 
@@ -206,7 +186,10 @@ class Contest(Generic[E]):
                 self._make(best, inputs)
             except RefusedError as other:  # it could be made before, so it may be again
                 raise RefusedError(other.refusal, passing=True) from error
-        self._present = best
+        self._put(best)
+
+    def _put(self, place: int) -> None:
+        self._present, self.winner = place, self._entrants[place]
 
     def _make(self, place: int, inputs: Sequence[torch.Tensor]) -> None:
         if place in self._entrants:
@@ -214,10 +197,6 @@ class Contest(Generic[E]):
         started = time.perf_counter()
         self._entrants[place] = self._makers[place](inputs)
         self._making_seconds += time.perf_counter() - started
-
-    def _read(self) -> list[float]:
-        """The latest times, but for the very last: where its step ends in the loop is not known yet."""
-        return self._stopwatch.read()[:-1]
 
     def _medians(self) -> list[float | None]:
         return [
@@ -239,7 +218,7 @@ class Contest(Generic[E]):
     def _examine(self, inputs: Sequence[torch.Tensor]) -> None:
         """Tries all again if the winner has become slower than it was."""
         self._replays = 0
-        time_us = statistics.median(self._read())
+        time_us = statistics.median(self._stopwatch.read())
         expected_us = self._times_us[self._present]
         if expected_us is None:  # the only one, for the first time
             self._times_us[self._present] = time_us
@@ -256,6 +235,6 @@ class Contest(Generic[E]):
             self._refused(error)
             return
         self._keep(0)
-        self._present = 0
+        self._put(0)
         self._times_us = [None] * len(self._makers)
         self._begin()

@@ -33,7 +33,6 @@ class GuardedStep(ABC):
         declined: why the latest call could not be replayed; None if it could.
         replays: calls that were replayed.
         setup_seconds: time spent on captures.
-        follows_itself: whether the loop's latest step was one of these; the loop says so before each call.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class GuardedStep(ABC):
         self.declined: Refusal | None = None
         self.replays = 0
         self.setup_seconds = 0.0
-        self.follows_itself = False
         self._module, self._call = module, call
         self._config, self._log = config, log
         self._budget = CaptureBudget()

@@ -72,7 +72,7 @@ class StepLoop:
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         phase = self._accumulators.phase()
         step = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
-        step.follows_itself, self._latest = step is self._latest, step
+        self._latest = step
         choice = step.chooser.next()
         step.chooser.start()
         done, loss = step.replay(args, kwargs) if choice == "replay" else (False, None)

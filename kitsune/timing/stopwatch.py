@@ -1,36 +1,31 @@
-"""Times a loop in passing, without making the host wait for the device."""
+"""Times work that a loop does anyway, without making the host wait for the device."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import torch
 
 from kitsune.timing.busy import keep_busy
 
+T = TypeVar("T")
+
+# The device gets so much more to wait for than the host took for the latest work, but no more than that.
+_HEAD_START = 2.0
+_FIRST_HEAD_START_US = 1_000.0
+_LONGEST_HEAD_START_US = 20_000.0
+
 
 class Stopwatch(Protocol):
-    """Times the rounds of a loop that runs on, by its slower part: the host or the device."""
+    """Times pieces of work by the clock of the device that does them."""
 
-    def get_ahead(self, us: float) -> None:
-        """Gives the host so many microseconds of its time to get ahead of the device, where the two are not one."""
-
-    def lap(self, *, follows: bool) -> None:
-        """A round begins here.
-
-        Args:
-            follows: whether the latest round ends here. Else the loop has done other things since, and that round
-                ends where it was left.
-        """
-
-    def leave(self) -> None:
-        """What is to be timed of a round is done, if the loop does other things now."""
+    def time(self, work: Callable[[], T]) -> T:
+        """Runs `work`, and times what it does on the device."""
 
     def read(self) -> list[float]:
-        """Microseconds of all rounds since the last reading, on a GPU by its own clock; waits for the last one."""
+        """Microseconds of all work since the last reading; waits for the last piece."""
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
@@ -38,65 +33,50 @@ def stopwatch(device: torch.device) -> Stopwatch:
     return _Events(device) if device.type == "cuda" else _Clock()
 
 
-M = TypeVar("M")
-
-
-class _Rounds(ABC, Generic[M]):
-    """Marks of the beginnings and the ends of rounds."""
-
+class _Clock:
     def __init__(self) -> None:
-        self._marks: list[tuple[M, M]] = []
-        self._began: M | None = None
+        self._times_us: list[float] = []
 
-    @abstractmethod
-    def get_ahead(self, us: float) -> None: ...
-
-    def lap(self, *, follows: bool) -> None:
-        mark = self._now()
-        if follows and self._marks:
-            self._marks[-1] = (self._marks[-1][0], mark)
-        self._began = mark
-
-    def leave(self) -> None:
-        assert self._began is not None
-        self._marks.append((self._began, self._now()))
+    def time(self, work: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        result = work()
+        self._times_us.append((time.perf_counter() - started) * 1e6)
+        return result
 
     def read(self) -> list[float]:
-        marks, self._marks = self._marks, []
-        return self._spans_us(marks)
-
-    @abstractmethod
-    def _now(self) -> M: ...
-
-    @abstractmethod
-    def _spans_us(self, marks: Sequence[tuple[M, M]]) -> list[float]: ...
+        times_us, self._times_us = self._times_us, []
+        return times_us
 
 
-class _Clock(_Rounds[float]):
-    def get_ahead(self, us: float) -> None:
-        """The host is the device."""
+class _Events:
+    """Before each piece of work the device gets something to wait for.
 
-    def _now(self) -> float:
-        return time.perf_counter()
+    So the host gets ahead of it, and what the host takes to launch the work is not counted, not even in a loop that
+    waits for each step.
+    """
 
-    def _spans_us(self, marks: Sequence[tuple[float, float]]) -> list[float]:
-        return [(end - start) * 1e6 for start, end in marks]
-
-
-class _Events(_Rounds[torch.cuda.Event]):
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self._device = device
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._head_start_us = _FIRST_HEAD_START_US
 
-    def get_ahead(self, us: float) -> None:
-        keep_busy(us, self._device)
+    def time(self, work: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        keep_busy(self._head_start_us, self._device)
+        begin = self._now()
+        result = work()
+        self._events.append((begin, self._now()))
+        taken_us = (time.perf_counter() - started) * 1e6
+        self._head_start_us = min(_HEAD_START * taken_us, _LONGEST_HEAD_START_US)
+        return result
+
+    def read(self) -> list[float]:
+        events, self._events = self._events, []
+        if events:
+            events[-1][1].synchronize()
+        return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
     def _now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def _spans_us(self, marks: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
-        if marks:
-            marks[-1][1].synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in marks]

@@ -288,29 +288,6 @@ def test_an_interrupted_recording_leaves_a_step_that_can_be_captured_again(
     assert training.status().mode == "replay"
 
 
-@pytest.mark.usefixtures("replay_is_faster")
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_what_other_steps_take_is_no_part_of_a_trial(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batch sizes in turns, or the two phases of accumulation: no step follows one of its own kind."""
-    seen: list[bool] = []
-    call = contest.Contest.__call__
-
-    def note(one: contest.Contest[Any], inputs: Any, *, follows: bool) -> Any:
-        seen.append(follows)
-        return call(one, inputs, follows=follows)
-
-    monkeypatch.setattr(contest.Contest, "__call__", note)
-    model, optimizer = build(adam)()
-    training = Training(
-        "train_step", model, optimizer, mode="auto", num_streams=NUM_STREAMS, step={"accumulate": accumulate}
-    )
-    for index in range(60):
-        (x, y), _ = batch(index)
-        training.step(x, y) if accumulate == 2 or index % 2 else training.step(x[:4], y[:4])
-    assert len(seen) > 40
-    assert not any(seen)
-
-
 def test_where_eager_is_faster_nothing_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chooser, "_settle", lambda chooser: chooser.refuse(kitsune.errors.Refusal("eager is faster")))
     monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 import torch
@@ -15,38 +15,31 @@ from kitsune.loop.contest import Contest
 INPUTS = [torch.zeros(1)]
 
 
+T = TypeVar("T")
+
+
 class Clock:
-    """The device's, and the host's, whose calls the device follows as soon as it can."""
+    """The device's."""
 
     def __init__(self) -> None:
-        self.device_us = self.host_us = 0.0
-
-    def follow(self, us: float = 0.0) -> float:
-        """The device does what the host has just called, which takes so long; when it has done."""
-        self.device_us = max(self.device_us, self.host_us) + us
-        return self.device_us
+        self.us = 0.0
 
 
 class Stopwatch:
     """Reads the device's clock."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._began, self._marks = clock, 0.0, list[tuple[float, float]]()
+        self._clock, self._times = clock, list[float]()
 
-    def get_ahead(self, us: float) -> None:
-        self._clock.follow(us)
-
-    def lap(self, *, follows: bool) -> None:
-        self._began = self._clock.follow()
-        if follows and self._marks:
-            self._marks[-1] = (self._marks[-1][0], self._began)
-
-    def leave(self) -> None:
-        self._marks.append((self._began, self._clock.follow()))
+    def time(self, work: Callable[[], T]) -> T:
+        began = self._clock.us
+        result = work()
+        self._times.append(self._clock.us - began)
+        return result
 
     def read(self) -> list[float]:
-        marks, self._marks = self._marks, []
-        return [end - start for start, end in marks]
+        times, self._times = self._times, []
+        return times
 
 
 class Runner:
@@ -60,7 +53,7 @@ class Runner:
         assert not self.released
         assert inputs is INPUTS
         self.calls += 1
-        self._clock.follow(self.cost_us)
+        self._clock.us += self.cost_us
         return []
 
     def restart(self) -> None:
@@ -76,7 +69,6 @@ class Race:
 
     def __init__(self, *costs_us: float | None) -> None:
         self.clock = Clock()
-        self.host_us = 0.0  # that the host takes for a step
         self.costs_us = {str(place): cost for place, cost in enumerate(costs_us)}
         self.made: list[Runner] = []
         self.refusals: list[str] = []
@@ -96,7 +88,6 @@ class Race:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.contest(INPUTS)
-            self.clock.host_us += self.host_us
 
     def alive(self) -> list[str]:
         return [runner.name for runner in self.made if not runner.released]
@@ -184,8 +175,8 @@ def test_what_else_the_loop_does_is_not_counted() -> None:
     race = Race(10.0, 8.0)
     race.open()
     for step in range(150):
-        race.contest(INPUTS, follows=False)
-        race.clock.follow(100.0 + step)
+        race.contest(INPUTS)
+        race.clock.us += 100.0 + step
     assert race.contest.place == 1
     assert race.contest.times_us == (10.0, 8.0)
 
@@ -226,30 +217,6 @@ def test_a_first_slow_replay_does_not_count() -> None:
     race.made[0].cost_us = 10.0
     race.run(150)
     assert race.contest.times_us == (10.0, 5.0)
-
-
-@pytest.fixture
-def on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> Race:
-    race = Race(10.0, 5.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: race.clock.host_us / 1e6)
-    return race
-
-
-def test_the_device_decides_where_the_host_is_slower(on_the_hosts_clock: Race) -> None:
-    on_the_hosts_clock.host_us = 50.0
-    on_the_hosts_clock.open()
-    on_the_hosts_clock.run(150)
-    assert on_the_hosts_clock.contest.place == 1
-    assert on_the_hosts_clock.contest.times_us == (10.0, 5.0)
-
-
-def test_where_the_host_cannot_get_ahead_the_first_stays(on_the_hosts_clock: Race) -> None:
-    """As in a loop that waits for the device at each step."""
-    on_the_hosts_clock.open()
-    for _ in range(150):
-        on_the_hosts_clock.contest(INPUTS)
-        on_the_hosts_clock.clock.host_us = on_the_hosts_clock.clock.device_us + 1000.0
-    assert on_the_hosts_clock.contest.place == 0
 
 
 def test_a_device_that_became_faster_in_the_meantime_favours_no_one() -> None:
