@@ -11,6 +11,7 @@ import torch
 
 from kitsune.collection import no_garbage_collection, spare_garbage_in_forks
 from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.handout import Handout
 from kitsune.execution.in_order import InOrder, Outputs
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class CudaGraph:
     """Records the operators of a graph into a CUDA graph once, and replays it.
 
     The outputs are the same tensors at every call, in memory of the graph: the next call
-    overwrites them.
+    overwrites them. With a `handout` the first one is the caller's own.
 
     Args:
         run: runs a graph of ATen operators over flat tensors of one CUDA device, on the first stream
@@ -31,6 +32,7 @@ class CudaGraph:
             place and must be the same tensors, at the same addresses, at every call.
         mutated: positions of inputs that the graph writes. Warming up runs on copies of them.
         warm_up: inputs to warm up on in place of `inputs`, where those hold no valid values yet.
+        handout: gives the first output, which has one element, away.
         pool: the memory pool that it records into.
 
     Recording disturbs nothing of the user's: it runs on a side stream, on copies of whatever is
@@ -49,6 +51,7 @@ class CudaGraph:
         mutated: Collection[int],
         pool: GraphPool,
         warm_up: Sequence[torch.Tensor] | None = None,
+        handout: Handout | None = None,
     ) -> None:
         self._copied = sorted(copied)
         self._inputs = list(inputs)
@@ -57,6 +60,9 @@ class CudaGraph:
         device = inputs[0].device
         (stream,) = pool.streams.on(device)
         self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated, stream)
+        if handout is not None:
+            with torch.cuda.device(device):
+                handout.prepare(self._warm_outputs[0])
         spare_garbage_in_forks()
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
@@ -66,19 +72,25 @@ class CudaGraph:
         try:
             with torch.cuda.device(device), no_garbage_collection(), _own_workspaces(), recording:
                 self._outputs = run(self._inputs)
+                self._give = None if handout is None else handout.record(self._outputs[0])
         except BaseException:
             pool.leave()
             _mend(self._graph, handle, current)
             raise
-        self._static = [self._inputs[position] for position in self._copied]
+        self._static = [(position, self._inputs[position]) for position in self._copied]
         self._inputs.clear()
+        self._replay = self._graph.replay
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
-        for position, static in zip(self._copied, self._static, strict=True):
+        for position, static in self._static:
             static.copy_(inputs[position], non_blocking=True)
-        self._graph.replay()
+        if self._give is None:
+            self._replay()
+            outputs = self._outputs
+        else:
+            outputs = [self._give(self._replay), *self._outputs[1:]]
         self._warm_outputs = ()
-        return self._outputs
+        return outputs
 
     def static_outputs(self) -> list[torch.Tensor]:
         """The tensors that every call returns, in the graph's memory."""
@@ -92,6 +104,7 @@ class CudaGraph:
         """Gives the graph and its memory back; the object cannot be called afterwards."""
         self._graph.reset()
         self._pool.leave()
+        self._give = None
         self._outputs = ()
         self._warm_outputs = ()
         self._static.clear()

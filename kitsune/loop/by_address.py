@@ -83,7 +83,7 @@ class ByAddress:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         if not self._looking and not self._at:
             return self._copying(inputs)
-        place = tuple(inputs[position].data_ptr() for position in self._copied)
+        place = tuple([inputs[position].data_ptr() for position in self._copied])
         recording = self._at.get(place)
         if recording is None and self._looking:
             recording = self._look(place, inputs)

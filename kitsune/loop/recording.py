@@ -14,6 +14,7 @@ from kitsune.device import refuse_inductor
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.handout import Handout
 from kitsune.execution.in_order import InOrder, Outputs
 from kitsune.execution.lanes import lanes_for
 from kitsune.execution.lower import Lowered
@@ -34,7 +35,7 @@ class Recording:
         config: `max_memory` and `compile` apply.
         pool: the memory pool, on a CUDA device.
         log: told when an option cannot be followed.
-        warm_up: see `CudaGraph`.
+        warm_up, handout: see `CudaGraph`.
         lowered: what runs in place of `module`, which it computes; Inductor leaves it as it is.
         on_release: told when the memory that `lowered` uses is free again.
 
@@ -56,6 +57,7 @@ class Recording:
         lowered: Lowered | None = None,
         on_release: Callable[[], None] | None = None,
         in_place: Collection[int] = (),
+        handout: Handout | None = None,
     ) -> None:
         self._on_release = on_release
         device = inputs[0].device
@@ -82,7 +84,9 @@ class Recording:
             self.executor = run
             return
         try:
-            self.executor = CudaGraph(run, inputs, copied=copied, mutated=mutated, pool=pool, warm_up=warm_up)
+            self.executor = CudaGraph(
+                run, inputs, copied=copied, mutated=mutated, pool=pool, warm_up=warm_up, handout=handout
+            )
             return
         except torch.OutOfMemoryError:
             refusal = Refusal("there is too little device memory to capture the step")

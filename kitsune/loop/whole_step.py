@@ -21,6 +21,7 @@ from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import free_caches
 from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.handout import Handout, handout
 from kitsune.execution.in_order import Outputs
 from kitsune.execution.timed import measure_spans
 from kitsune.fallback import Chooser, RefusalLog
@@ -79,6 +80,7 @@ class WholeStep(GuardedStep):
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
         self._program: StepProgram | None = None
         self._contest: Contest[ByAddress] | None = None
+        self._handout: Handout | None = None
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] | None = None
         self._choice: tuple[bool, str, int] | None = None
@@ -156,7 +158,6 @@ class WholeStep(GuardedStep):
         inputs = None if shortcut is None else shortcut.inputs(args, kwargs)
         if inputs is None:
             return None
-        self.follows_itself = True
         try:
             outputs = self._answer(inputs)
         except RefusedError as error:
@@ -227,8 +228,8 @@ class WholeStep(GuardedStep):
         assert contest is not None and program is not None
         outputs = self._replay_fastest(contest, inputs)
         self._since_capture += 1
-        if contest.winner.executor.keeps_outputs:
-            outputs = [output.clone() for output in outputs]
+        if len(outputs) > 1 and contest.winner.executor.keeps_outputs:
+            outputs = [outputs[0], *(output.clone() for output in outputs[1:])]
         if program.binding is not None:
             program.binding.advance(_is_skipped(program))
         return outputs
@@ -269,6 +270,7 @@ class WholeStep(GuardedStep):
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         inputs = [*flat, *program.state]
         device = inputs[0].device
+        self._handout = handout(device) if device.type == "cuda" else None
         self._contest = Contest(
             self._maker(program, partial(Recording, program.module, **self._conditions(program))),
             inputs,
@@ -292,7 +294,8 @@ class WholeStep(GuardedStep):
         return make
 
     def _conditions(self, program: StepProgram) -> dict[str, Any]:
-        return {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
+        conditions = {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
+        return {**conditions, "handout": self._handout}
 
     def _plans(self) -> tuple[Planned, ...]:
         assert self._program is not None
@@ -309,7 +312,7 @@ class WholeStep(GuardedStep):
         settled, winner = contest.settled, contest.winner
         recorded = winner.recording_seconds
         try:
-            outputs = contest(inputs, follows=self.follows_itself)
+            outputs = contest(inputs)
         except RefusedError:
             self._drop()
             raise

@@ -59,6 +59,13 @@ def launch_grouped_update() -> None:
         )  # fmt: skip
 
 
+def launch_hand_out() -> None:
+    from kitsune.kernels import hand_out_triton
+
+    for dtype in (torch.float32, torch.bfloat16):
+        hand_out_triton.hand_out(torch.zeros((), dtype=dtype), torch.zeros((), dtype=torch.int64))
+
+
 def launch_head() -> None:
     from kitsune.kernels import head_triton
 
@@ -143,6 +150,7 @@ def launch_vocabulary() -> None:
 LAUNCHES = [
     launch_adam,
     launch_grouped_update,
+    launch_hand_out,
     launch_head,
     launch_linear,
     launch_layer_norm,

@@ -1,0 +1,24 @@
+"""The Triton kernel of `kitsune.execution.handout`, and its launch. To be imported where Triton is installed."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _hand_out(value: tl.tensor, cell: tl.tensor) -> None:
+    place = tl.load(cell).to(tl.pointer_type(value.dtype.element_ty))
+    tl.store(place, tl.load(value))
+    tl.store(cell, (place + 1).to(tl.int64))
+
+
+def hand_out(value: torch.Tensor, cell: torch.Tensor) -> None:
+    """Copies a value to the address that a cell holds, and makes that the address after it; on the current stream.
+
+    Args:
+        value: of one element, on the current CUDA device.
+        cell: one int64 there: the address of memory for an element of that type.
+    """
+    _hand_out[(1,)](value, cell, num_warps=1)
