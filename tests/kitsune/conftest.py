@@ -50,6 +50,12 @@ def _collected(_frozen: None) -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test asks for it: on a GPU it takes long, and would change what other tests count and compare."""
+    monkeypatch.setenv("KITSUNE_ENABLE_FUSION", "0")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
