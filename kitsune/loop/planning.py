@@ -23,8 +23,8 @@ from kitsune.schedule import DataflowScheduler, simulate
 from kitsune.schedule.cost import analytic_costs, measured_costs
 from kitsune.schedule.limits import device_limits
 
-# Each part may start when its gradients are there, and is one launch more.
-_UPDATE_PARTS = 4
+# Each part of an update may start when its gradients are there, and is one launch more.
+_PARTS = 4
 
 # What concurrency may cost in memory, as a multiple of what the graph needs in order.
 _MEMORY_FACTOR = 1.05
@@ -116,7 +116,7 @@ def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_stre
     need at most a twentieth more memory than in order, if any stream may use what another one left.
     Measures what operators cost on the device of `inputs`.
     """
-    split = pipeline.run(module, pipeline.splitting(_UPDATE_PARTS))
+    split = pipeline.run(module, pipeline.splitting(_PARTS))
     graph = task_graph(split.graph)
     costs = measured_costs(split, graph, inputs)
     serial = DataflowScheduler(num_streams=1).schedule(graph, costs)

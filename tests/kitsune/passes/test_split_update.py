@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from kitsune.capture.trace import trace
 from kitsune.graph import dataflow
 from kitsune.kernels.adam import adam_
 from kitsune.passes.pipeline import problem
-from kitsune.passes.split_update import partition, split_update
+from kitsune.passes.split_update import split_update
 from kitsune.plan import Task, task_graph
 from tests.kitsune.passes.running import calls, names, results
 from tests.kitsune.steps import TracedStep, traced_step
 from tests.kitsune.training import Net, batch
-
-
-def best_partition(sizes: Sequence[int], num_parts: int) -> int:
-    """The sum of squares of the best of all partitions."""
-    num_parts = min(num_parts, len(sizes))
-    cuts = combinations(range(1, len(sizes)), num_parts - 1)
-    bounds = [(0, *cut, len(sizes)) for cut in cuts]
-    return min(sum(sum(sizes[start:end]) ** 2 for start, end in pairwise(cut)) for cut in bounds)
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 10))
-def test_partitions_are_the_best_there_are(sizes: list[int], num_parts: int) -> None:
-    runs = partition(sizes, num_parts)
-    assert [place for run in runs for place in run] == list(range(len(sizes)))
-    assert len(runs) == min(num_parts, len(sizes))
-    assert all(runs)
-    assert sum(sum(sizes[place] for place in run) ** 2 for run in runs) == best_partition(sizes, num_parts)
-
-
-def test_nothing_has_no_parts() -> None:
-    assert partition([], 3) == []
-
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
