@@ -132,9 +132,9 @@ def forms(num_rows: int, num_deep: int) -> tuple[Form, ...]:
     """Those worth timing: blocks of few rows or many, and the gradient of `x` split among one, few or many programs."""
     most_rows, most_deep = (max(_SMALLEST_BLOCK, triton.next_power_of_2(size)) for size in (num_rows, num_deep))
     candidates = (
-        Form(rows, min(cols, most_deep), min(depth, most_deep), splits, 4, 3)
+        Form(rows, min(cols, most_deep), min(depth, most_deep), splits, 4, 2 if depth > 128 else 3)
         for rows in (16, 32, 64)
-        for cols, depth, splits in ((32, 64, 8), (64, 64, 1), (64, 128, 4), (32, 128, 16))
+        for cols, depth, splits in ((32, 256, 8), (64, 64, 1), (64, 128, 4), (32, 128, 16))
         if rows <= most_rows and splits * min(cols, most_deep) <= most_deep
     )
     return tuple(dict.fromkeys(candidates)) or (Form(16, 16, 16, 1, 4, 2),)
