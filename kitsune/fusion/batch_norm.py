@@ -2,12 +2,14 @@
 
 relu?(batch_norm(x) + residual?)        and its backward
 relu(batch_norm(a) + batch_norm(b))     and its backward, where the branches of a block meet
+
+The backwards also add the two gradients that meet where the output goes two ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,6 +22,26 @@ from kitsune.kernels import batch_norm  # noqa: F401 - defines the operators
 kitsune = torch.ops.kitsune
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class _Gradient(NamedTuple):
+    """The gradient that enters a match, or the two of which it is the sum.
+
+    Attributes:
+        first, second: what the operator takes; None as the second where the gradient is no sum.
+        add: adds them.
+    """
+
+    first: Any
+    second: Any = None
+    add: fx.Node | None = None
+
+    def nodes(self) -> list[fx.Node]:
+        """Those that a match takes in."""
+        return [] if self.add is None else [self.add]
+
+    def named(self, name: str) -> str:
+        return name if self.add is None else f"add + {name}"
 
 
 def forward(node: fx.Node) -> Iterator[Match]:
@@ -52,13 +74,26 @@ def backward(node: fx.Node) -> Iterator[Match]:
     masked = arguments(node)[0]
     if calls(masked, aten.threshold_backward.default) and arguments(masked)[2] == 0:
         others = [user for user in masked.users if user is not node]
-        if len(others) == 1 and _is_backward(others[0]):
-            yield from _join_backward(node, others[0], masked)
-        if others:
-            yield _residual_backward(node, masked)
-        else:
-            yield from _relu_backward(node, masked)
-    yield _backward(node, masked)
+        for grad in _terms(arguments(masked)[0], node):
+            if len(others) == 1 and _is_backward(others[0]):
+                yield from _join_backward(node, others[0], masked, grad)
+            if others:
+                yield _residual_backward(node, masked, grad)
+            else:
+                yield from _relu_backward(node, masked, grad)
+    for grad in _terms(masked, node):
+        yield _backward(node, grad)
+
+
+def _terms(grad: Any, node: fx.Node) -> Iterator[_Gradient]:
+    """The terms of `grad` if only a match from `node` needs their sum, and `grad` itself."""
+    if calls(grad, aten.add.Tensor) and len(grad.users) == 1 and _is_sum(grad):
+        one, other, _ = arguments(grad)
+        like = arguments(node)[1].meta["val"]
+        values = [term.meta["val"] for term in (one, other)]
+        if all(value.size() == like.size() and same_layout(value, like) for value in values):
+            yield _Gradient(one, other, grad)
+    yield _Gradient(grad)
 
 
 def _are_apart(one: fx.Node, other: fx.Node) -> bool:
@@ -121,9 +156,9 @@ def _join(one: fx.Node, other: fx.Node, add: fx.Node, relu: fx.Node) -> Match:
     return Match.of("batch norm + batch norm + relu", [*_apart(one), *_apart(other), add, relu], results, build)
 
 
-def _relu_backward(node: fx.Node, masked: fx.Node) -> Iterator[Match]:
+def _relu_backward(node: fx.Node, masked: fx.Node, grad: _Gradient) -> Iterator[Match]:
     """Without reading the output, if it can be had again to the bit, and with it."""
-    grad, y, _ = arguments(masked)
+    y = arguments(masked)[1]
     made = taken_from(y, 0, kitsune.batch_norm.default)
     if made is not None:
         _, residual, _, bias, *_ = arguments(made)
@@ -134,7 +169,7 @@ def _relu_backward(node: fx.Node, masked: fx.Node) -> Iterator[Match]:
 
 def _backward(
     node: fx.Node,
-    grad: Any,
+    grad: _Gradient,
     *,
     masked: fx.Node | None = None,
     y: Any = None,
@@ -146,32 +181,34 @@ def _backward(
     def build(builder: Builder) -> list[fx.Node]:
         made = builder.call(
             kitsune.batch_norm_backward.default,
-            _laid_out(builder, grad, x), x, y, weight, bias, mean, invstd, relu=masked is not None,
+            _laid_out(builder, grad.first, x), x, y, weight, bias, mean, invstd,
+            relu=masked is not None, added_grad_y=grad.second,
         )  # fmt: skip
         return builder.results(made)
 
-    name = "batch norm backward" if masked is None else "relu + batch norm backward"
-    nodes = [*_apart(node), *([masked] if masked else [])]
+    name = grad.named("batch norm backward" if masked is None else "relu + batch norm backward")
+    nodes = [*_apart(node), *([masked] if masked else []), *grad.nodes()]
     return Match.of(name, nodes, _gradients(node), build, [bias], given)
 
 
-def _residual_backward(node: fx.Node, masked: fx.Node) -> Match:
+def _residual_backward(node: fx.Node, masked: fx.Node, grad: _Gradient) -> Match:
     x, weight, mean, invstd = _saved(node)
-    grad, y, _ = arguments(masked)
+    y = arguments(masked)[1]
 
     def build(builder: Builder) -> list[fx.Node]:
         made = builder.call(
-            kitsune.batch_norm_residual_backward.default, _laid_out(builder, grad, x), x, y, weight, mean, invstd
-        )
+            kitsune.batch_norm_residual_backward.default,
+            _laid_out(builder, grad.first, x), x, y, weight, mean, invstd, added_grad_y=grad.second,
+        )  # fmt: skip
         grad_x, grad_residual, grad_weight, grad_bias = builder.results(made)
         return [grad_x, grad_weight, grad_bias, grad_residual]
 
-    nodes = [*_apart(node), masked]
-    return Match.of("relu + residual + batch norm backward", nodes, [*_gradients(node), masked], build)
+    name, nodes = grad.named("relu + residual + batch norm backward"), [*_apart(node), masked, *grad.nodes()]
+    return Match.of(name, nodes, [*_gradients(node), masked], build)
 
 
-def _join_backward(node: fx.Node, other: fx.Node, masked: fx.Node) -> Iterator[Match]:
-    grad, y, _ = arguments(masked)
+def _join_backward(node: fx.Node, other: fx.Node, masked: fx.Node, grad: _Gradient) -> Iterator[Match]:
+    y = arguments(masked)[1]
     made = taken_from(y, 0, kitsune.batch_norm_join.default)
     if made is not None:
         _, _, bias_a, _, _, _, _, bias_b, *_ = arguments(made)
@@ -183,21 +220,28 @@ def _join_backward(node: fx.Node, other: fx.Node, masked: fx.Node) -> Iterator[M
 
 
 def _join_backward_of(
-    branches: Sequence[Any], grad: Any, masked: fx.Node, y: Any, biases: tuple[Any, Any], given: Sequence[fx.Node] = ()
+    branches: Sequence[Any],
+    grad: _Gradient,
+    masked: fx.Node,
+    y: Any,
+    biases: tuple[Any, Any],
+    given: Sequence[fx.Node] = (),
 ) -> Match:
     (a, weight_a, mean_a, invstd_a), (b, weight_b, mean_b, invstd_b) = map(_saved, branches)
 
     def build(builder: Builder) -> list[fx.Node]:
         made = builder.call(
             kitsune.batch_norm_join_backward.default,
-            _laid_out(builder, grad, a), y,
+            _laid_out(builder, grad.first, a), y,
             a, weight_a, biases[0], mean_a, invstd_a, b, weight_b, biases[1], mean_b, invstd_b,
+            added_grad_y=grad.second,
         )  # fmt: skip
         return builder.results(made)
 
-    nodes = [masked, *(node for branch in branches for node in _apart(branch))]
+    name = grad.named("relu + batch norm backward + batch norm backward")
+    nodes = [masked, *(node for branch in branches for node in _apart(branch)), *grad.nodes()]
     results = [found for branch in branches for found in _gradients(branch)]
-    return Match.of("relu + batch norm backward + batch norm backward", nodes, results, build, biases, given)
+    return Match.of(name, nodes, results, build, biases, given)
 
 
 def _laid_out(builder: Builder, grad: fx.Node, x: fx.Node) -> fx.Node:

@@ -7,6 +7,16 @@ Here are the definitions and the checks. On the CPU the operators are their refe
 Tensors of images are (N, C, *spatial), float32, bfloat16 or float16, dense in memory, channels last or contiguous; all
 of one call have one shape, dtype and memory layout. Whatever belongs to channels is float32 and of shape (C,).
 Everything is computed in float32 and rounded once, where it is stored: a residual is added before rounding.
+
+All operators take `counters`, an int32 tensor of at least `num_counters` zeros. Of the programs that sum over images,
+those of one block of channels count in it which one is the last, and thereby finishes the sums. They leave zeros, as
+they found them, which is why no operator is declared to write them. But until an operator has ended, the counters are
+its own: no two that may run at the same time can share any, and who gives them relies on nothing that they hold in
+between. With others than zeros, sums would stay unfinished. Without `counters` an operator zeroes some for itself,
+which takes a launch.
+
+All backwards take `added_grad_y`, another gradient of `y`, like `grad_y`. Both are added first, and their sum is
+rounded to their type, as it would be before the operator.
 """
 
 from __future__ import annotations
@@ -27,30 +37,33 @@ MAX_CHANNELS = 2**16 - 1  # blocks of channels are the second axis of a grid
 torch.library.define(
     "kitsune::batch_norm",
     "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, *, "
-    "float momentum, float eps, bool relu) -> (Tensor y, Tensor save_mean, Tensor save_invstd)",
+    "float momentum, float eps, bool relu, Tensor? counters=None) -> (Tensor y, Tensor save_mean, Tensor save_invstd)",
 )
 torch.library.define(
     "kitsune::batch_norm_backward",
     "(Tensor grad_y, Tensor x, Tensor? y, Tensor? weight, Tensor? bias, Tensor save_mean, Tensor save_invstd, *, "
-    "bool relu) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    "bool relu, Tensor? added_grad_y=None, Tensor? counters=None) "
+    "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
 )
 torch.library.define(
     "kitsune::batch_norm_residual_backward",
-    "(Tensor grad_y, Tensor x, Tensor y, Tensor? weight, Tensor save_mean, Tensor save_invstd) "
+    "(Tensor grad_y, Tensor x, Tensor y, Tensor? weight, Tensor save_mean, Tensor save_invstd, *, "
+    "Tensor? added_grad_y=None, Tensor? counters=None) "
     "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
 )
 torch.library.define(
     "kitsune::batch_norm_join",
     "(Tensor a, Tensor? weight_a, Tensor? bias_a, Tensor(a!)? running_mean_a, Tensor(b!)? running_var_a, "
     "Tensor b, Tensor? weight_b, Tensor? bias_b, Tensor(c!)? running_mean_b, Tensor(d!)? running_var_b, *, "
-    "float momentum_a, float eps_a, float momentum_b, float eps_b) "
+    "float momentum_a, float eps_a, float momentum_b, float eps_b, Tensor? counters=None) "
     "-> (Tensor y, Tensor save_mean_a, Tensor save_invstd_a, Tensor save_mean_b, Tensor save_invstd_b)",
 )
 torch.library.define(
     "kitsune::batch_norm_join_backward",
     "(Tensor grad_y, Tensor? y, "
     "Tensor a, Tensor? weight_a, Tensor? bias_a, Tensor save_mean_a, Tensor save_invstd_a, "
-    "Tensor b, Tensor? weight_b, Tensor? bias_b, Tensor save_mean_b, Tensor save_invstd_b) "
+    "Tensor b, Tensor? weight_b, Tensor? bias_b, Tensor save_mean_b, Tensor save_invstd_b, *, "
+    "Tensor? added_grad_y=None, Tensor? counters=None) "
     "-> (Tensor grad_a, Tensor grad_weight_a, Tensor grad_bias_a, Tensor grad_b, Tensor grad_weight_b, "
     "Tensor grad_bias_b)",
 )
@@ -86,6 +99,15 @@ def layout_of(x: Tensor) -> Layout:
     return layout
 
 
+def num_counters(num_channels: int, branches: int = 1) -> int:
+    """How many counters an operator needs, in any form: one for each block of channels.
+
+    Args:
+        branches: how many normalizations take statistics at once; 2 in `kitsune::batch_norm_join`.
+    """
+    return branches * num_channels
+
+
 def batch_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -97,6 +119,7 @@ def batch_norm(
     momentum: float,
     eps: float,
     relu: bool,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`y = relu?((x - mean) * invstd * weight + bias + residual)`, with the mean and variance of this batch.
 
@@ -108,6 +131,7 @@ def batch_norm(
         weight, bias: (C,); None for 1 and 0.
         running_mean, running_var: (C,), both or none; changed in place to `(1 - momentum) * running + momentum * new`,
             where the new variance is the unbiased one.
+        counters: zeros, see above.
 
     Returns:
         y: like `x`.
@@ -118,8 +142,9 @@ def batch_norm(
         ValueError: a channel has fewer than two values, or tensors do not match in shape, dtype, device or layout.
     """
     return torch.ops.kitsune.batch_norm.default(  # type: ignore[no-any-return]
-        x, residual, weight, bias, running_mean, running_var, momentum=momentum, eps=eps, relu=relu
-    )
+        x, residual, weight, bias, running_mean, running_var,
+        momentum=momentum, eps=eps, relu=relu, counters=counters,
+    )  # fmt: skip
 
 
 def batch_norm_backward(
@@ -132,6 +157,8 @@ def batch_norm_backward(
     save_invstd: Tensor,
     *,
     relu: bool,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `batch_norm` without a residual, or with one where there is no ReLU.
 
@@ -144,6 +171,7 @@ def batch_norm_backward(
         y: the output, for ReLU's mask. None: the mask is computed from `x` and `bias`, exactly as `kitsune::batch_norm`
             without a residual did, which saves reading `y` twice.
         weight, bias, save_mean, save_invstd: (C,). `bias` matters only where `y` does not.
+        added_grad_y, counters: see above.
 
     Returns:
         grad_x: like `x`.
@@ -153,12 +181,21 @@ def batch_norm_backward(
         ValueError: there is a `y` but no ReLU, or as for `batch_norm`.
     """
     return torch.ops.kitsune.batch_norm_backward.default(  # type: ignore[no-any-return]
-        grad_y, x, y, weight, bias, save_mean, save_invstd, relu=relu
-    )
+        grad_y, x, y, weight, bias, save_mean, save_invstd,
+        relu=relu, added_grad_y=added_grad_y, counters=counters,
+    )  # fmt: skip
 
 
 def batch_norm_residual_backward(
-    grad_y: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, save_mean: Tensor, save_invstd: Tensor
+    grad_y: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `batch_norm` with a residual and a ReLU: `batch_norm_backward`, and that of the residual.
 
@@ -167,7 +204,7 @@ def batch_norm_residual_backward(
         grad_weight, grad_bias: (C,).
     """
     return torch.ops.kitsune.batch_norm_residual_backward.default(  # type: ignore[no-any-return]
-        grad_y, x, y, weight, save_mean, save_invstd
+        grad_y, x, y, weight, save_mean, save_invstd, added_grad_y=added_grad_y, counters=counters
     )
 
 
@@ -187,6 +224,7 @@ def batch_norm_join(
     eps_a: float,
     momentum_b: float,
     eps_b: float,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`y = relu(batch_norm(a) + batch_norm(b))`; arguments, results and errors as for `batch_norm`, for each branch.
 
@@ -195,7 +233,7 @@ def batch_norm_join(
     """
     return torch.ops.kitsune.batch_norm_join.default(  # type: ignore[no-any-return]
         a, weight_a, bias_a, running_mean_a, running_var_a, b, weight_b, bias_b, running_mean_b, running_var_b,
-        momentum_a=momentum_a, eps_a=eps_a, momentum_b=momentum_b, eps_b=eps_b,
+        momentum_a=momentum_a, eps_a=eps_a, momentum_b=momentum_b, eps_b=eps_b, counters=counters,
     )  # fmt: skip
 
 
@@ -212,6 +250,9 @@ def batch_norm_join_backward(
     bias_b: Tensor | None,
     save_mean_b: Tensor,
     save_invstd_b: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of `batch_norm_join`; arguments and formulas as for `batch_norm_backward`, for each branch.
 
@@ -221,14 +262,21 @@ def batch_norm_join_backward(
         grad_a, grad_weight_a, grad_bias_a, grad_b, grad_weight_b, grad_bias_b; the gradients of the biases are equal.
     """
     return torch.ops.kitsune.batch_norm_join_backward.default(  # type: ignore[no-any-return]
-        grad_y, y, a, weight_a, bias_a, save_mean_a, save_invstd_a, b, weight_b, bias_b, save_mean_b, save_invstd_b
-    )
+        grad_y, y, a, weight_a, bias_a, save_mean_a, save_invstd_a, b, weight_b, bias_b, save_mean_b, save_invstd_b,
+        added_grad_y=added_grad_y, counters=counters,
+    )  # fmt: skip
 
 
 # What checks the arguments and allocates the results: for tracing, that is all.
 
 
-def _check(x: Tensor, like: Mapping[str, Tensor | None], of_channels: Mapping[str, Tensor | None]) -> None:
+def _check(
+    x: Tensor,
+    like: Mapping[str, Tensor | None],
+    of_channels: Mapping[str, Tensor | None],
+    counters: Tensor | None,
+    branches: int = 1,
+) -> None:
     """Raises ValueError unless the tensors match: the kernels read memory by address."""
     layout = layout_of(x)
     for name, tensor in like.items():
@@ -254,6 +302,18 @@ def _check(x: Tensor, like: Mapping[str, Tensor | None], of_channels: Mapping[st
             )
         if not tensor.is_contiguous():
             raise ValueError(f"batch_norm takes {name} dense in memory: got stride {tensor.stride()[0]}")
+    if counters is not None:
+        _check_counters(counters, num_counters(layout.channels, branches), x.device)
+
+
+def _check_counters(counters: Tensor, num: int, device: torch.device) -> None:
+    if counters.dtype != torch.int32 or counters.device != device or counters.dim() != 1 or counters.numel() < num:
+        raise ValueError(
+            f"batch_norm takes counters in int32 of shape ({num},) or more on {device}: "
+            f"got {counters.dtype} of shape {tuple(counters.shape)} on {counters.device}"
+        )
+    if not counters.is_contiguous():
+        raise ValueError(f"batch_norm takes counters dense in memory: got stride {counters.stride()[0]}")
 
 
 def _check_running(running_mean: Tensor | None, running_var: Tensor | None) -> None:
@@ -276,9 +336,10 @@ def _outputs_of_batch_norm(
     momentum: float,
     eps: float,
     relu: bool,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_channels = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    _check(x, {"residual": residual}, of_channels)
+    _check(x, {"residual": residual}, of_channels, counters)
     _check_running(running_mean, running_var)
     return torch.empty_like(x), _of_channels(x), _of_channels(x)
 
@@ -293,18 +354,29 @@ def _outputs_of_batch_norm_backward(
     save_invstd: Tensor,
     *,
     relu: bool,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_channels = {"weight": weight, "bias": bias, "save_mean": save_mean, "save_invstd": save_invstd}
-    _check(x, {"grad_y": grad_y, "y": y}, of_channels)
+    _check(x, {"grad_y": grad_y, "added_grad_y": added_grad_y, "y": y}, of_channels, counters)
     if y is not None and not relu:
         raise ValueError("batch_norm_backward takes y for ReLU's mask only: got y and relu=False")
     return torch.empty_like(x), _of_channels(x), _of_channels(x)
 
 
 def _outputs_of_batch_norm_residual_backward(
-    grad_y: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, save_mean: Tensor, save_invstd: Tensor
+    grad_y: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    save_mean: Tensor,
+    save_invstd: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(x, {"grad_y": grad_y, "y": y}, {"weight": weight, "save_mean": save_mean, "save_invstd": save_invstd})
+    of_channels = {"weight": weight, "save_mean": save_mean, "save_invstd": save_invstd}
+    _check(x, {"grad_y": grad_y, "added_grad_y": added_grad_y, "y": y}, of_channels, counters)
     return torch.empty_like(x), torch.empty_like(x), _of_channels(x), _of_channels(x)
 
 
@@ -324,10 +396,11 @@ def _outputs_of_batch_norm_join(
     eps_a: float,
     momentum_b: float,
     eps_b: float,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_a = {"weight_a": weight_a, "bias_a": bias_a, "running_mean_a": running_mean_a, "running_var_a": running_var_a}
     of_b = {"weight_b": weight_b, "bias_b": bias_b, "running_mean_b": running_mean_b, "running_var_b": running_var_b}
-    _check(a, {"b": b}, {**of_a, **of_b})
+    _check(a, {"b": b}, {**of_a, **of_b}, counters, branches=2)
     _check_running(running_mean_a, running_var_a)
     _check_running(running_mean_b, running_var_b)
     return torch.empty_like(a), _of_channels(a), _of_channels(a), _of_channels(a), _of_channels(a)
@@ -346,10 +419,13 @@ def _outputs_of_batch_norm_join_backward(
     bias_b: Tensor | None,
     save_mean_b: Tensor,
     save_invstd_b: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     of_a = {"weight_a": weight_a, "bias_a": bias_a, "save_mean_a": save_mean_a, "save_invstd_a": save_invstd_a}
     of_b = {"weight_b": weight_b, "bias_b": bias_b, "save_mean_b": save_mean_b, "save_invstd_b": save_invstd_b}
-    _check(a, {"grad_y": grad_y, "y": y, "b": b}, {**of_a, **of_b})
+    _check(a, {"grad_y": grad_y, "added_grad_y": added_grad_y, "y": y, "b": b}, {**of_a, **of_b}, counters)
     of_channels = [_of_channels(a) for _ in range(4)]
     return torch.empty_like(a), of_channels[0], of_channels[1], torch.empty_like(b), of_channels[2], of_channels[3]
 

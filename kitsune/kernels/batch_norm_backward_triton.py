@@ -1,6 +1,7 @@
 """The Triton kernels of batch norm's backward.
 
 The gradients of a normalization are a tuple, those of x, weight and bias; other tuples are as in the forward's kernels.
+The gradient of what comes out may be a sum, of `grad_y` and `added`, which is rounded as where it is stored.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kitsune.kernels.batch_norm_forward_triton import addresses, known_values, normalized, valid_in
+from kitsune.kernels.batch_norm_forward_triton import addresses, is_last, known_values, normalized, valid_in
 
 
 @triton.jit
 def _gradient_tile(
     grad_y: tl.tensor,
+    added: tl.tensor,
     y: tl.tensor,
     a: tl.tuple,
     values_a: tl.tuple,
@@ -32,6 +34,10 @@ def _gradient_tile(
     valid = valid_in(start, end, channels, num_channels, block_rows)
     at = addresses(grad_y, start, channels, num_channels, spatial, channels_last, block_rows)
     grad = tl.load(at, valid, other=0.0).to(tl.float32)
+    if added is not None:
+        at = addresses(added, start, channels, num_channels, spatial, channels_last, block_rows)
+        grad += tl.load(at, valid, other=0.0).to(tl.float32)
+        grad = grad.to(grad_y.dtype.element_ty).to(tl.float32)
     at = addresses(a[0], start, channels, num_channels, spatial, channels_last, block_rows)
     centered_a = tl.load(at, valid, other=0.0).to(tl.float32) - values_a[0][None, :]
     centered_b = centered_a
@@ -54,8 +60,9 @@ def _gradient_tile(
 @triton.jit
 def _sums(
     grad_y: tl.tensor,
+    added: tl.tensor,
     y: tl.tensor,
-    grad_residual: tl.tensor,
+    kept: tl.tensor,
     a: tl.tuple,
     values_a: tl.tuple,
     b: tl.tuple,
@@ -70,24 +77,27 @@ def _sums(
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
 ) -> tl.tuple:
-    """Over the rows from `begin` to `end`: of the gradients, and of these times each centered input."""
+    """Over the rows from `begin` to `end`: of the gradients, and of these times each centered input.
+
+    Where there is a `kept`, the gradients before ReLU are stored there.
+    """
     sums = tl.zeros((block_rows, block_channels), tl.float32)
     sums_a = tl.zeros((block_rows, block_channels), tl.float32)
     sums_b = tl.zeros((block_rows, block_channels), tl.float32)
     for tile in range(tl.cdiv(end - begin, block_rows)):
         start = begin + tile * block_rows
         grad, centered_a, centered_b = _gradient_tile(
-            grad_y, y, a, values_a, b, values_b,
+            grad_y, added, y, a, values_a, b, values_b,
             start, end, channels, num_channels, spatial, relu, channels_last, block_rows,
         )  # fmt: skip
         sums += grad
         sums_a += grad * centered_a
         if b is not None:
             sums_b += grad * centered_b
-        if grad_residual is not None:
-            at = addresses(grad_residual, start, channels, num_channels, spatial, channels_last, block_rows)
+        if kept is not None:
+            at = addresses(kept, start, channels, num_channels, spatial, channels_last, block_rows)
             valid = valid_in(start, end, channels, num_channels, block_rows)
-            tl.store(at, grad.to(grad_residual.dtype.element_ty), valid)
+            tl.store(at, grad.to(kept.dtype.element_ty), valid)
     return tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0)
 
 
@@ -102,6 +112,7 @@ def _store_of_channels(
 @triton.jit
 def _store_gradients(
     grad_y: tl.tensor,
+    added: tl.tensor,
     y: tl.tensor,
     grad_residual: tl.tensor,
     a: tl.tuple,
@@ -131,7 +142,7 @@ def _store_gradients(
     for tile in range(tl.cdiv(end - begin, block_rows)):
         start = begin + tile * block_rows
         grad, centered_a, centered_b = _gradient_tile(
-            grad_y, y, a, values_a, b, values_b,
+            grad_y, added, y, a, values_a, b, values_b,
             start, end, channels, num_channels, spatial, relu, channels_last, block_rows,
         )  # fmt: skip
         valid = valid_in(start, end, channels, num_channels, block_rows)
@@ -148,13 +159,42 @@ def _store_gradients(
 
 
 @triton.jit
+def _all_sums(
+    partials: tl.tensor,
+    num_partials: tl.tensor,
+    b: tl.tuple,
+    channels: tl.tensor,
+    num_channels: tl.tensor,
+    block_partials: tl.constexpr,
+    block_channels: tl.constexpr,
+) -> tl.tuple:
+    sums = tl.zeros((block_partials, block_channels), tl.float32)
+    sums_a = tl.zeros((block_partials, block_channels), tl.float32)
+    sums_b = tl.zeros((block_partials, block_channels), tl.float32)
+    stride = num_partials * num_channels
+    for first in tl.range(0, num_partials, block_partials, loop_unroll_factor=2):
+        parts = first + tl.arange(0, block_partials)
+        mask = (parts < num_partials)[:, None] & (channels < num_channels)[None, :]
+        at = partials + parts[:, None] * num_channels + channels[None, :]
+        sums += tl.load(at, mask, other=0.0, cache_modifier=".cg")
+        sums_a += tl.load(at + stride, mask, other=0.0, cache_modifier=".cg")
+        if b is not None:
+            sums_b += tl.load(at + 2 * stride, mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0)
+
+
+@triton.jit
 def partial_sums(
     partials: tl.tensor,
+    counters: tl.tensor,
     grad_y: tl.tensor,
+    added: tl.tensor,
     y: tl.tensor,
-    grad_residual: tl.tensor,
+    kept: tl.tensor,
     a: tl.tuple,
+    grads_a: tl.tuple,
     b: tl.tuple,
+    grads_b: tl.tuple,
     rows: tl.tensor,
     num_channels: tl.tensor,
     spatial: tl.tensor,
@@ -163,8 +203,11 @@ def partial_sums(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    block_partials: tl.constexpr,
 ) -> None:
-    begin = tl.program_id(0) * rows_a_partial
+    """There is a counter for each block of channels."""
+    part, num_partials = tl.program_id(0), tl.num_programs(0)
+    begin = part * rows_a_partial
     end = tl.minimum(begin + rows_a_partial, rows)
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     values_a = known_values(a, channels, num_channels, block_channels)
@@ -172,43 +215,23 @@ def partial_sums(
     if b is not None:
         values_b = known_values(b, channels, num_channels, block_channels)
     sums, sums_a, sums_b = _sums(
-        grad_y, y, grad_residual, a, values_a, b, values_b,
+        grad_y, added, y, kept, a, values_a, b, values_b,
         begin, end, channels, num_channels, spatial, relu, channels_last, block_rows, block_channels,
     )  # fmt: skip
     mask = channels < num_channels
-    at = partials + tl.program_id(0) * num_channels + channels
-    stride = tl.num_programs(0) * num_channels
+    at = partials + part * num_channels + channels
+    stride = num_partials * num_channels
     tl.store(at, sums, mask)
     tl.store(at + stride, sums_a, mask)
     if b is not None:
         tl.store(at + 2 * stride, sums_b, mask)
-
-
-@triton.jit
-def finish_sums(
-    partials: tl.tensor,
-    a: tl.tuple,
-    grads_a: tl.tuple,
-    b: tl.tuple,
-    grads_b: tl.tuple,
-    num_channels: tl.tensor,
-    num_partials: tl.tensor,
-    block_partials: tl.constexpr,
-    block_channels: tl.constexpr,
-) -> None:
-    channels = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    parts = tl.arange(0, block_partials)
-    mask = (parts < num_partials)[:, None] & (channels < num_channels)[None, :]
-    at = partials + parts[:, None] * num_channels + channels[None, :]
-    stride = num_partials * num_channels
-    grad_bias = tl.sum(tl.load(at, mask, other=0.0), 0)
-    sums_a = tl.sum(tl.load(at + stride, mask, other=0.0), 0)
-    invstd_a = tl.load(a[4] + channels, channels < num_channels)
-    _store_of_channels(grads_a, sums_a * invstd_a, grad_bias, channels, num_channels)
-    if b is not None:
-        sums_b = tl.sum(tl.load(at + 2 * stride, mask, other=0.0), 0)
-        invstd_b = tl.load(b[4] + channels, channels < num_channels)
-        _store_of_channels(grads_b, sums_b * invstd_b, grad_bias, channels, num_channels)
+    if is_last(counters + tl.program_id(1), num_partials):
+        grad_bias, of_a, of_b = _all_sums(
+            partials, num_partials, b, channels, num_channels, block_partials, block_channels
+        )
+        _store_of_channels(grads_a, of_a * values_a[1], grad_bias, channels, num_channels)
+        if b is not None:
+            _store_of_channels(grads_b, of_b * values_b[1], grad_bias, channels, num_channels)
 
 
 @triton.jit
@@ -241,7 +264,7 @@ def apply_gradients(
         values_b = known_values(b, channels, num_channels, block_channels)
         grad_weight_b = tl.load(grads_b[1] + channels, mask, other=0.0)
     _store_gradients(
-        grad_y, y, None, a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,
+        grad_y, None, y, None, a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,
         rows, begin, end, channels, num_channels, spatial, relu, channels_last, block_rows,
     )  # fmt: skip
 
@@ -249,6 +272,7 @@ def apply_gradients(
 @triton.jit
 def backward_in_one(
     grad_y: tl.tensor,
+    added: tl.tensor,
     y: tl.tensor,
     grad_residual: tl.tensor,
     a: tl.tuple,
@@ -270,7 +294,7 @@ def backward_in_one(
     if b is not None:
         values_b = known_values(b, channels, num_channels, block_channels)
     grad_bias, sums_a, sums_b = _sums(
-        grad_y, y, None, a, values_a, b, values_b,
+        grad_y, added, y, None, a, values_a, b, values_b,
         begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows, block_channels,
     )  # fmt: skip
     grad_weight_a = sums_a * values_a[1]
@@ -279,6 +303,7 @@ def backward_in_one(
     if b is not None:
         _store_of_channels(grads_b, grad_weight_b, grad_bias, channels, num_channels)
     _store_gradients(
-        grad_y, y, grad_residual, a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,
+        grad_y, added, y, grad_residual,
+        a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,
         rows, begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows,
     )  # fmt: skip

@@ -10,16 +10,16 @@ from kitsune.kernels.batch_norm import Layout
 
 _TILES_A_PROGRAM = 4  # where nothing is summed
 _MOST_ROWS_OF_ONE_PROGRAM = 2**15  # with more, one program a block of channels takes too long
-_MOST_PARTIALS = 1024  # all of a channel's are summed in one tile
-_FEW_CHANNELS = 8  # of float32: one sector of memory
-_FINISHED_AT_ONCE = 2**13
+_MOST_PARTIALS = 1024
+# Merging more would take more registers than summing does, so that fewer programs would run at a time.
+_MERGED_AT_ONCE = 2**10
 
 
 class Form(NamedTuple):
     """A tile is `block_rows` times `block_channels` values.
 
-    Sums over rows are made by up to `num_partials` programs for each block of channels, and then of their partial sums.
-    With 1 partial there are no partial sums: one program for each block of channels does all in one launch.
+    Sums over rows are made by up to `num_partials` programs for each block of channels; the last one to end adds up
+    their partial sums. With 1 partial one program for each block of channels does all in one launch.
     """
 
     block_rows: int
@@ -35,8 +35,7 @@ class Split(NamedTuple):
     rows_a_partial: int  # a multiple of a tile's
     num_row_programs: int  # where nothing is summed
     rows_a_program: int
-    finish_partials: int  # the tile in which partial sums are added
-    finish_channels: int
+    block_partials: int  # a power of 2: partial sums of a block of channels that are merged at once
 
 
 def split(form: Form, layout: Layout) -> Split:
@@ -44,15 +43,12 @@ def split(form: Form, layout: Layout) -> Split:
     rows_a_partial = tiles_a_partial * form.block_rows
     num_partials = _cdiv(layout.rows, rows_a_partial)
     rows_a_program = _TILES_A_PROGRAM * form.block_rows
-    finish_partials = _power_of_2(num_partials)
-    finish_channels = max(_FEW_CHANNELS, min(64, _FINISHED_AT_ONCE // finish_partials, _power_of_2(layout.channels)))
     return Split(
         num_partials,
         rows_a_partial,
         _cdiv(layout.rows, rows_a_program),
         rows_a_program,
-        finish_partials,
-        finish_channels,
+        min(_power_of_2(num_partials), _MERGED_AT_ONCE // form.block_channels),
     )
 
 

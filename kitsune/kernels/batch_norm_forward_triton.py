@@ -4,7 +4,8 @@ A tensor is a matrix of rows (places of images) and channels. Each program sums 
 mean of its first tile, and the squares of that. As the tile is one of T, its mean is no more than sqrt(T) standard
 deviations off, so that variances lose at most a factor of 1 + T in precision, and as a rule nothing, however large the
 mean is. The statistics of programs are merged as in Chan, Golub and LeVeque, "Algorithms for computing the sample
-variance: analysis and recommendations" (1983), which has both. The order of sums is fixed.
+variance: analysis and recommendations" (1983), which has both. The order of sums is fixed, whichever program comes last
+of those for a block of channels: it is the one that merges what all of them have found.
 
 A normalization is a tuple: x, weight, bias, save_mean, save_invstd; what belongs to its training is another:
 running_mean, running_var, momentum, 1 - momentum, eps; and its values for a block of channels are a third: mean,
@@ -151,10 +152,72 @@ def _finished(
 
 
 @triton.jit
+def is_last(counter: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Whether all others of `count` programs that share a counter have been here before: it is 0 before and after.
+
+    For the last one, what the others have stored until then is there to be loaded, but from the memory that processors
+    share, which is what ".cg" is for: their own caches may hold what was there before.
+    """
+    tl.debug_barrier()  # all threads have stored; one of them counts
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def _merged(
+    partials: tl.tensor,
+    num_partials: tl.tensor,
+    rows: tl.tensor,
+    rows_a_partial: tl.tensor,
+    channels: tl.tensor,
+    num_channels: tl.tensor,
+    block_partials: tl.constexpr,
+) -> tl.tuple:
+    """The mean and the sum of squared deviations over all rows. Partials are merged with every `block_partials`th."""
+    valid = channels < num_channels
+    stride = num_partials * num_channels
+    parts = tl.arange(0, block_partials)
+    mask = (parts < num_partials)[:, None] & valid[None, :]
+    at = partials + parts[:, None] * num_channels + channels[None, :]
+    mean = tl.load(at, mask, other=0.0, cache_modifier=".cg")
+    m2 = tl.load(at + stride, mask, other=0.0, cache_modifier=".cg")
+    shift = tl.load(partials + channels, valid, other=0.0, cache_modifier=".cg")
+    weights = _rows_of(parts, num_partials, rows, rows_a_partial)
+    for first in tl.range(block_partials, num_partials, block_partials, loop_unroll_factor=2):
+        parts = first + tl.arange(0, block_partials)
+        mask = (parts < num_partials)[:, None] & valid[None, :]
+        at = partials + parts[:, None] * num_channels + channels[None, :]
+        more_m2 = tl.load(at + stride, mask, other=0.0, cache_modifier=".cg")
+        delta = tl.load(at, mask, other=0.0, cache_modifier=".cg") - mean
+        delta = tl.where(mask, delta, 0.0)
+        more = _rows_of(parts, num_partials, rows, rows_a_partial)
+        share = more / tl.maximum(weights + more, 1.0)
+        mean += delta * share[:, None]
+        m2 += more_m2 + delta * delta * (weights * share)[:, None]
+        weights += more
+    shifted = mean - shift[None, :]
+    mean = tl.sum(weights[:, None] * shifted, 0) / rows.to(tl.float32)
+    deviation = shifted - mean[None, :]
+    m2 = tl.sum(m2 + weights[:, None] * deviation * deviation, 0)
+    return shift + mean, m2
+
+
+@triton.jit
+def _rows_of(parts: tl.tensor, num_partials: tl.tensor, rows: tl.tensor, rows_a_partial: tl.tensor) -> tl.tensor:
+    counts = tl.minimum(rows_a_partial, rows - parts * rows_a_partial)
+    return tl.where(parts < num_partials, counts, 0).to(tl.float32)
+
+
+@triton.jit
 def partial_statistics(
     partials: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
+    counters: tl.tensor,
+    a: tl.tuple,
+    training_a: tl.tuple,
+    b: tl.tuple,
+    training_b: tl.tuple,
     rows: tl.tensor,
     num_channels: tl.tensor,
     spatial: tl.tensor,
@@ -162,67 +225,42 @@ def partial_statistics(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    block_partials: tl.constexpr,
 ) -> None:
-    begin = tl.program_id(0) * rows_a_partial
+    """The third axis of the grid is that of the normalizations; each has a counter for each block of channels."""
+    part, num_partials = tl.program_id(0), tl.num_programs(0)
+    begin = part * rows_a_partial
     end = tl.minimum(begin + rows_a_partial, rows)
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     mask = channels < num_channels
-    num_partials = tl.num_programs(0)
-    part = tl.program_id(0)
+    branch = tl.program_id(2)
     if b is None:
         mean, m2 = _statistics(
-            a, begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
+            a[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
         )
     else:
-        part += 2 * num_partials * tl.program_id(2)
-        if tl.program_id(2) == 0:
+        if branch == 0:
             mean, m2 = _statistics(
-                a, begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
+                a[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
             )
         else:
             mean, m2 = _statistics(
-                b, begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
+                b[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
             )
+    partials += 2 * num_partials * branch * num_channels
     tl.store(partials + part * num_channels + channels, mean, mask)
     tl.store(partials + (part + num_partials) * num_channels + channels, m2, mask)
-
-
-@triton.jit
-def finish_statistics(
-    partials: tl.tensor,
-    a: tl.tuple,
-    training_a: tl.tuple,
-    b: tl.tuple,
-    training_b: tl.tuple,
-    rows: tl.tensor,
-    num_channels: tl.tensor,
-    num_partials: tl.tensor,
-    rows_a_partial: tl.tensor,
-    block_partials: tl.constexpr,
-    block_channels: tl.constexpr,
-) -> None:
-    channels = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    parts = tl.arange(0, block_partials)
-    mask = (parts < num_partials)[:, None] & (channels < num_channels)[None, :]
-    first = partials + 2 * num_partials * tl.program_id(1) * num_channels + channels
-    at = first[None, :] + parts[:, None] * num_channels
-    mean = tl.load(at, mask, other=0.0)
-    m2 = tl.load(at + num_partials * num_channels, mask, other=0.0)
-    counts = tl.where(parts < num_partials, tl.minimum(rows_a_partial, rows - parts * rows_a_partial), 0)
-    weights = counts.to(tl.float32)[:, None]
-    shift = tl.load(first, channels < num_channels)
-    shifted = mean - shift[None, :]
-    mean = tl.sum(weights * shifted, 0) / rows.to(tl.float32)
-    deviation = shifted - mean[None, :]
-    m2 = tl.sum(m2 + weights * deviation * deviation, 0)
-    mean += shift
-    if b is None:
-        _finished(a, training_a, mean, m2, rows, channels, num_channels)
-    else:
-        if tl.program_id(1) == 0:
-            _finished(a, training_a, mean, m2, rows, channels, num_channels)
+    if is_last(counters + branch * tl.num_programs(1) + tl.program_id(1), num_partials):
+        of_all, m2_of_all = _merged(
+            partials, num_partials, rows, rows_a_partial, channels, num_channels, block_partials
+        )
+        if b is None:
+            _finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
         else:
-            _finished(b, training_b, mean, m2, rows, channels, num_channels)
+            if branch == 0:
+                _finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
+            else:
+                _finished(b, training_b, of_all, m2_of_all, rows, channels, num_channels)
 
 
 # Forward

@@ -1,6 +1,6 @@
 """The references of `kitsune.kernels.batch_norm` in plain torch. Each writes the results of the operator of its name.
 
-They compute in float32 what the kernels do, in the same order but for the sums, on any device.
+They compute in float32 what the kernels do, in the same order but for the sums, on any device. They count nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def batch_norm(
     momentum: float,
     eps: float,
     relu: bool,
+    counters: Tensor | None = None,
 ) -> None:
     y, save_mean, save_invstd = outputs
     _statistics(x, running_mean, running_var, save_mean, save_invstd, momentum, eps)
@@ -65,7 +66,10 @@ def batch_norm_backward(
     save_invstd: Tensor,
     *,
     relu: bool,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
+    grad_y = _total(grad_y, added_grad_y)
     norm = _Norm(x, weight, bias, save_mean, save_invstd)
     if relu:
         grad_y = _masked(grad_y, norm.result().to(x.dtype) if y is None else y)
@@ -80,9 +84,12 @@ def batch_norm_residual_backward(
     weight: Tensor | None,
     save_mean: Tensor,
     save_invstd: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     grad_x, grad_residual, grad_weight, grad_bias = outputs
-    grad_residual.copy_(_masked(grad_y, y))
+    grad_residual.copy_(_masked(_total(grad_y, added_grad_y), y))
     _gradients((grad_x, grad_weight, grad_bias), grad_residual, _Norm(x, weight, None, save_mean, save_invstd))
 
 
@@ -103,6 +110,7 @@ def batch_norm_join(
     eps_a: float,
     momentum_b: float,
     eps_b: float,
+    counters: Tensor | None = None,
 ) -> None:
     y, save_mean_a, save_invstd_a, save_mean_b, save_invstd_b = outputs
     _statistics(a, running_mean_a, running_var_a, save_mean_a, save_invstd_a, momentum_a, eps_a)
@@ -126,9 +134,13 @@ def batch_norm_join_backward(
     bias_b: Tensor | None,
     save_mean_b: Tensor,
     save_invstd_b: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     norm_a = _Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a)
     norm_b = _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b)
+    grad_y = _total(grad_y, added_grad_y)
     grad = _masked(grad_y, (norm_a.result() + norm_b.result()).to(a.dtype) if y is None else y)
     _gradients(outputs[:3], grad, norm_a)
     _gradients(outputs[3:], grad, norm_b)
@@ -160,6 +172,10 @@ def _gradients(outputs: Outputs, grad: Tensor, norm: _Norm) -> None:
     grad_bias.copy_(grad.sum(_all_but_channels(x)))
     grad_weight.copy_((grad * normal).sum(_all_but_channels(x)))
     grad_x.copy_((grad - _over(grad_bias / rows, x) - normal * _over(grad_weight / rows, x)) * norm.scale())
+
+
+def _total(grad: Tensor, added: Tensor | None) -> Tensor:
+    return grad if added is None else grad + added
 
 
 def _masked(grad: Tensor, y: Tensor) -> Tensor:

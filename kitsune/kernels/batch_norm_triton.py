@@ -10,10 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from kitsune.kernels.batch_norm import Layout, layout_of
-from kitsune.kernels.batch_norm_backward_triton import apply_gradients, backward_in_one, finish_sums, partial_sums
+from kitsune.kernels.batch_norm import Layout, layout_of, num_counters
+from kitsune.kernels.batch_norm_backward_triton import apply_gradients, backward_in_one, partial_sums
 from kitsune.kernels.batch_norm_forms import Form, forms, split
-from kitsune.kernels.batch_norm_forward_triton import apply, finish_statistics, forward_in_one, partial_statistics
+from kitsune.kernels.batch_norm_forward_triton import apply, forward_in_one, partial_statistics
 from kitsune.kernels.tuning import choose
 
 Outputs = tuple[Tensor, ...]
@@ -63,11 +63,12 @@ def batch_norm(
     momentum: float,
     eps: float,
     relu: bool,
+    counters: Tensor | None = None,
 ) -> None:
     """Like all below: launches on the current stream what `kitsune.kernels.batch_norm` says and checks."""
     y, save_mean, save_invstd = outputs
     a = _Norm(x, weight, bias, save_mean, save_invstd)
-    _forward(y, residual, a, _Training(running_mean, running_var, momentum, eps), None, None, relu)
+    _forward(y, residual, a, _Training(running_mean, running_var, momentum, eps), None, None, relu, counters)
 
 
 def batch_norm_backward(
@@ -81,9 +82,11 @@ def batch_norm_backward(
     save_invstd: Tensor,
     *,
     relu: bool,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     norm = _Norm(x, weight, bias, save_mean, save_invstd)
-    _backward(grad_y, y, None, norm, _Gradients(*outputs), None, None, relu)
+    _backward(grad_y, added_grad_y, y, None, norm, _Gradients(*outputs), None, None, relu, counters)
 
 
 def batch_norm_residual_backward(
@@ -94,10 +97,14 @@ def batch_norm_residual_backward(
     weight: Tensor | None,
     save_mean: Tensor,
     save_invstd: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     grad_x, grad_residual, grad_weight, grad_bias = outputs
     norm = _Norm(x, weight, None, save_mean, save_invstd)
-    _backward(grad_y, y, grad_residual, norm, _Gradients(grad_x, grad_weight, grad_bias), None, None, True)
+    grads = _Gradients(grad_x, grad_weight, grad_bias)
+    _backward(grad_y, added_grad_y, y, grad_residual, norm, grads, None, None, True, counters)
 
 
 def batch_norm_join(
@@ -117,6 +124,7 @@ def batch_norm_join(
     eps_a: float,
     momentum_b: float,
     eps_b: float,
+    counters: Tensor | None = None,
 ) -> None:
     y, save_mean_a, save_invstd_a, save_mean_b, save_invstd_b = outputs
     _forward(
@@ -127,6 +135,7 @@ def batch_norm_join(
         _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b),
         _Training(running_mean_b, running_var_b, momentum_b, eps_b),
         True,
+        counters,
     )
 
 
@@ -144,10 +153,14 @@ def batch_norm_join_backward(
     bias_b: Tensor | None,
     save_mean_b: Tensor,
     save_invstd_b: Tensor,
+    *,
+    added_grad_y: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     norm_a = _Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a)
     norm_b = _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b)
-    _backward(grad_y, y, None, norm_a, _Gradients(*outputs[:3]), norm_b, _Gradients(*outputs[3:]), True)
+    grads_a, grads_b = _Gradients(*outputs[:3]), _Gradients(*outputs[3:])
+    _backward(grad_y, added_grad_y, y, None, norm_a, grads_a, norm_b, grads_b, True, counters)
 
 
 def _forward(
@@ -158,13 +171,14 @@ def _forward(
     b: _Norm | None,
     training_b: _Training | None,
     relu: bool,
+    counters: Tensor | None,
 ) -> None:
     layout = layout_of(a.x)
     matrix = (layout.rows, layout.channels, layout.spatial)
     of_a, of_b = tuple(a), None if b is None else tuple(b)
     branches = 1 if b is None else 2
 
-    def run(form: Form, training_a: _Training, training_b: _Training | None) -> None:
+    def run(form: Form, training_a: _Training, training_b: _Training | None, counters: Tensor | None) -> None:
         tile = _tile(form, layout)
         trained = of_a, training_a.arguments(), of_b, None if training_b is None else training_b.arguments()
         blocks = triton.cdiv(layout.channels, form.block_channels)
@@ -174,17 +188,13 @@ def _forward(
         parts = split(form, layout)
         partials = a.save_mean.new_empty(branches, 2, parts.num_partials, layout.channels)
         partial_statistics[(parts.num_partials, blocks, branches)](
-            partials, a.x, None if b is None else b.x, *matrix, parts.rows_a_partial, **tile
-        )
-        finish_statistics[(triton.cdiv(layout.channels, parts.finish_channels), branches)](
             partials,
+            _zeros(a.x, branches) if counters is None else counters,
             *trained,
-            layout.rows,
-            layout.channels,
-            parts.num_partials,
+            *matrix,
             parts.rows_a_partial,
-            block_partials=parts.finish_partials,
-            block_channels=parts.finish_channels,
+            block_partials=parts.block_partials,
+            **tile,
         )
         apply[(parts.num_row_programs, blocks)](
             y, residual, of_a, of_b, *matrix, parts.rows_a_program, relu=relu, **tile
@@ -192,12 +202,15 @@ def _forward(
 
     trial_a = training_a.without_effect(a)
     trial_b = None if b is None or training_b is None else training_b.without_effect(b)
+    counters_of = _counters_for_trials(a.x, branches)
     key = f"batch_norm {a.x.dtype} {layout} joined={b is not None}"
-    run(_choose(key, layout, lambda form: run(form, trial_a, trial_b), y.device), training_a, training_b)
+    form = _choose(key, layout, lambda form: run(form, trial_a, trial_b, counters_of(form)), y.device)
+    run(form, training_a, training_b, counters)
 
 
 def _backward(
     grad_y: Tensor,
+    added: Tensor | None,
     y: Tensor | None,
     grad_residual: Tensor | None,
     a: _Norm,
@@ -205,39 +218,55 @@ def _backward(
     b: _Norm | None,
     grads_b: _Gradients | None,
     relu: bool,
+    counters: Tensor | None,
 ) -> None:
     layout = layout_of(a.x)
     matrix = (layout.rows, layout.channels, layout.spatial)
     of_a, of_b = tuple(a), None if b is None else tuple(b)
     pairs = of_a, tuple(grads_a), of_b, None if grads_b is None else tuple(grads_b)
-    # The gradient of the residual is masked already: `y` need not be read again.
-    masked, mask_by, mask = (grad_y, y, relu) if grad_residual is None else (grad_residual, None, False)
+    # The gradient of the residual is masked already: neither a second gradient nor `y` need be read again. Without
+    # one, a sum of gradients waits where that of `a` will be.
+    kept = grads_a.x if grad_residual is None and added is not None else grad_residual
+    masked, mask_by, mask = (grad_y, y, relu) if kept is None else (kept, None, False)
 
-    def run(form: Form) -> None:
+    def run(form: Form, counters: Tensor | None) -> None:
         tile = _tile(form, layout)
         blocks = triton.cdiv(layout.channels, form.block_channels)
         if form.num_partials == 1:
-            backward_in_one[(1, blocks)](grad_y, y, grad_residual, *pairs, *matrix, relu=relu, **tile)
+            backward_in_one[(1, blocks)](grad_y, added, y, grad_residual, *pairs, *matrix, relu=relu, **tile)
             return
         parts = split(form, layout)
         partials = a.save_mean.new_empty(2 if b is None else 3, parts.num_partials, layout.channels)
         partial_sums[(parts.num_partials, blocks)](
-            partials, grad_y, y, grad_residual, of_a, of_b, *matrix, parts.rows_a_partial, relu=relu, **tile
-        )
-        finish_sums[(triton.cdiv(layout.channels, parts.finish_channels),)](
             partials,
+            _zeros(a.x, 1) if counters is None else counters,
+            grad_y,
+            added,
+            y,
+            kept,
             *pairs,
-            layout.channels,
-            parts.num_partials,
-            block_partials=parts.finish_partials,
-            block_channels=parts.finish_channels,
+            *matrix,
+            parts.rows_a_partial,
+            relu=relu,
+            block_partials=parts.block_partials,
+            **tile,
         )
         apply_gradients[(parts.num_row_programs, blocks)](
             masked, mask_by, *pairs, *matrix, parts.rows_a_program, relu=mask, **tile
         )
 
+    counters_of = _counters_for_trials(a.x, 1)
     key = f"batch_norm_backward {a.x.dtype} {layout} joined={b is not None}"
-    run(_choose(key, layout, run, grad_y.device))
+    run(_choose(key, layout, lambda form: run(form, counters_of(form)), grad_y.device), counters)
+
+
+def _zeros(x: Tensor, branches: int) -> Tensor:
+    return x.new_zeros(num_counters(x.shape[1], branches), dtype=torch.int32)
+
+
+def _counters_for_trials(x: Tensor, branches: int) -> Callable[[Form], Tensor]:
+    """For each form counters of its own: forms are tried in several threads, and zeroing does not count as theirs."""
+    return cache(lambda _form: _zeros(x, branches))
 
 
 def _tile(form: Form, layout: Layout) -> dict[str, int]:

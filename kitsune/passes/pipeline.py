@@ -12,11 +12,13 @@ from torch import fx
 from kitsune.errors import KitsuneError
 from kitsune.graph import dataflow
 from kitsune.graph.verify import refuse_graph
+from kitsune.passes.arrival_counters import arrival_counters
 from kitsune.passes.drop_dead import drop_dead
 from kitsune.passes.in_place import in_place, out_of_place
 from kitsune.passes.native_batch_norm import native_batch_norm
 from kitsune.passes.simplify import simplify
 from kitsune.passes.split_backward import split_backward
+from kitsune.passes.split_casts import split_casts
 from kitsune.passes.split_update import split_update
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
@@ -34,16 +36,17 @@ CLEARING: Passes = (
 )
 """The passes after which every node stands for one value, so that operators can be matched and moved by themselves."""
 
-FINISHING: Passes = (("drop dead", drop_dead), ("in place", in_place))
+FINISHING: Passes = (("drop dead", drop_dead), ("in place", in_place), ("arrival counters", arrival_counters))
 """The passes for a graph whose operators have been fused."""
 
 
-def splitting(num_update_parts: int) -> Passes:
-    """The passes that make a graph's operators more independent; the optimizer's update becomes that many."""
+def splitting(num_parts: int) -> Passes:
+    """The passes that make a graph's operators more independent; what treats many tensors alike becomes that many."""
     return (
         ("drop dead", drop_dead),
         ("split backward", split_backward),
-        ("split update", partial(split_update, num_parts=num_update_parts)),
+        ("split casts", partial(split_casts, num_parts=num_parts)),
+        ("split update", partial(split_update, num_parts=num_parts)),
     )
 
 

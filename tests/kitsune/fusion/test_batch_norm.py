@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import models
 from kitsune.capture.trace import trace
 from kitsune.fusion import batch_norm
+from kitsune.fusion.judge import Verdict
+from kitsune.fusion.match import Alone
 from tests.kitsune.fusion.running import always, assert_alike, fuse, fused, never, operators, run, told
 from tests.kitsune.steps import traced_step
 
@@ -181,6 +183,110 @@ def test_a_gradient_laid_out_differently_is_copied(
     assert_alike(run(new, tensors), run(module, tensors), rtol=1e-4, atol=1e-4)
 
 
+def used_by_two(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Two gradients meet at its result."""
+
+    def two(*tensors: Tensor) -> Tensor:
+        y = function(*tensors)
+        return y.sin() + y.exp()
+
+    return two
+
+
+SUMS = {
+    "plain": (plain, inputs(), "batch_norm_backward"),
+    "relu": (with_relu, inputs(), "batch_norm_backward"),
+    "block": (block, inputs(2), "batch_norm_residual_backward"),
+    "join": (join, inputs(2, 2), "batch_norm_join_backward"),
+}
+
+
+def calls_of(module: fx.GraphModule, name: str) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.target is getattr(torch.ops.kitsune, name).default]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("case", SUMS)
+def test_the_sum_of_two_gradients_is_taken_in(case: str, device: str) -> None:
+    function, tensors, backward = SUMS[case]
+    tensors = [tensor.to(device) for tensor in tensors]
+    module, new = fused(gradients(used_by_two(function)), tensors, TEMPLATES)
+    (call,) = calls_of(new, backward)
+    assert call.kwargs["added_grad_y"] is not None, told(new)
+    before, after = operators(module, "aten"), operators(new, "aten")
+    forward = 0 if case in ("plain", "relu") else 1
+    assert before["add"] + before["add_"] - after["add"] - after["add_"] == 1 + forward
+    assert any(fusion.template.startswith("add + ") for fusion in new.meta["fusions"])
+    assert_alike(run(new, tensors), run(module, tensors), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_rounded_stays_so() -> None:
+    """In half precision the sum is rounded before it is used, taken in or not."""
+    state = inputs()[1:]
+    images = [image.bfloat16() for image in inputs(4)[:4]]
+
+    def function(one: Tensor, other: Tensor, y: Tensor, x: Tensor, *state: Tensor) -> list[Tensor]:
+        return backward_of(lambda: one + other, y, x, *state)
+
+    module = trace(function, [*images, *state])
+
+    def refuse_sums(alone: Alone) -> Verdict:
+        is_sum = any(node.target is torch.ops.aten.add.Tensor for node in alone.before.graph.nodes)
+        return never(alone) if is_sum else always(alone)
+
+    taken, left = fuse(module, TEMPLATES)[0], fuse(module, TEMPLATES, refuse_sums)[0]
+    assert operators(taken, "aten")["add"] == 0
+    assert operators(left, "aten")["add"] == 1
+    assert all(map(torch.equal, run(taken, [*images, *state]), run(left, [*images, *state])))
+
+
+def backward_of(add: Callable[[], Tensor], y: Tensor, x: Tensor, *state: Tensor) -> list[Tensor]:
+    weight, _, mean, var = state
+    grad = add()
+    masked = torch.ops.aten.threshold_backward(grad, y, 0)
+    grads = torch.ops.aten.native_batch_norm_backward(masked, x, weight, None, None, mean, var, True, 1e-3, [True] * 3)
+    return [*grads, masked]
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda one, other: torch.add(one, other, alpha=2),
+        lambda one, other: one + other[:, :1],
+        lambda one, _: one + one,
+        lambda one, _: one + 1,
+        lambda one, other: one + other.half(),
+        lambda one, other: one + other.contiguous(),
+        lambda one, other: one - other,
+    ],
+    ids=["scaled", "broadcast", "doubled", "number", "types", "layouts", "difference"],
+)
+def test_other_sums_are_left_alone(add: Callable[[Tensor, Tensor], Tensor]) -> None:
+    tensors = inputs(4)
+
+    def function(one: Tensor, other: Tensor, y: Tensor, x: Tensor, *state: Tensor) -> list[Tensor]:
+        return backward_of(lambda: add(one, other), y, x, *state)
+
+    module, new = fused(function, tensors, TEMPLATES)
+    (call,) = calls_of(new, "batch_norm_residual_backward")
+    assert call.kwargs.get("added_grad_y") is None
+    assert_alike(run(new, tensors), run(module, tensors), rtol=1e-4, atol=1e-4)
+
+
+def test_a_sum_that_others_use_is_left_alone() -> None:
+    tensors = inputs(4)
+
+    def function(one: Tensor, other: Tensor, y: Tensor, x: Tensor, *state: Tensor) -> list[Tensor]:
+        total = one + other
+        return [*backward_of(lambda: total, y, x, *state), total.sin()]
+
+    module, new = fused(function, tensors, TEMPLATES)
+    (call,) = calls_of(new, "batch_norm_residual_backward")
+    assert call.kwargs.get("added_grad_y") is None
+    assert operators(new, "aten")["add"] == 1
+    assert_alike(run(new, tensors), run(module, tensors), rtol=1e-4, atol=1e-4)
+
+
 def resnet_step(**options: bool) -> tuple[nn.Module, Tensor, Tensor]:
     workload = models.build("resnet18", seed=0)
     x, y = workload.batch(2, index=0)
@@ -201,6 +307,8 @@ def test_resnet18(judge: object) -> None:
     assert operators(new)["batch_norm"] == 14
     assert operators(new)["batch_norm_join"] == operators(new)["batch_norm_join_backward"] == 3
     assert operators(new)["batch_norm_backward"] + operators(new)["batch_norm_residual_backward"] == 14
+    added = [node for node in new.graph.nodes if node.kwargs.get("added_grad_y") is not None]
+    assert len(added) == 8  # one for the input of each block
     exact = run(step.module, step.inputs)
     for one, other in zip(run(new, step.inputs), exact, strict=True):
         error = torch.linalg.vector_norm((one - other).double())

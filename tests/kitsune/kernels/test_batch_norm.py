@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kitsune.graph import dataflow
 from kitsune.graph.verify import refuse_graph
-from kitsune.kernels import batch_norm
+from kitsune.kernels import batch_norm, batch_norm_forms
 from kitsune.kernels.batch_norm import Layout
 from kitsune.kernels.batch_norm_forms import Form, forms, split
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
+from tests.kitsune.kernels.offline import compiled
 
 # What the interpreter computes in numpy may warn of what is meant to be so.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -381,6 +382,229 @@ def test_channels_of_one_value(machine: Machine, case: Case) -> None:
     assert save_invstd.isfinite().all()
 
 
+# Sums of two gradients
+
+
+def backwards(machine: Machine, case: Case, dtype: torch.dtype) -> dict[str, Callable[..., tuple[Tensor, ...]]]:
+    """Each backward, as a function of `grad_y` and options; with the mask read and computed."""
+    a, b = Norm(case, dtype, machine.device), Norm(case, dtype, machine.device, seed=1)
+    y, *of_both = joined(machine, a, b)
+    join = (a.x, a.weight, a.bias, *of_both[:2], b.x, b.weight, b.bias, *of_both[2:])
+    known = a.weight, a.bias, *of_both[:2]
+    return {
+        "plain": lambda grad, **given: machine.batch_norm_backward(grad, a.x, None, *known, relu=False, **given),
+        "relu": lambda grad, **given: machine.batch_norm_backward(grad, a.x, y, *known, relu=True, **given),
+        "relu anew": lambda grad, **given: machine.batch_norm_backward(grad, a.x, None, *known, relu=True, **given),
+        "residual": lambda grad, **given: machine.batch_norm_residual_backward(
+            grad, a.x, y, a.weight, *of_both[:2], **given
+        ),
+        "join": lambda grad, **given: machine.batch_norm_join_backward(grad, y, *join, **given),
+        "join anew": lambda grad, **given: machine.batch_norm_join_backward(grad, None, *join, **given),
+    }
+
+
+@pytest.mark.parametrize(("case", "dtype"), [*FEW_CASES, (SPLIT, torch.float32), (IN_ONE, torch.bfloat16)])
+def test_a_second_gradient_is_added_as_before_the_operator(machine: Machine, case: Case, dtype: torch.dtype) -> None:
+    machine.use(case[2])
+    one, other = (Norm(case, dtype, machine.device, seed).grad_y for seed in (2, 3))
+    other = other * 2**0.5  # sums are rounded
+    other[1, 1, 0, 0] = float("nan")
+    other[0, 2, 0, 0] = float("inf")
+    for backward in backwards(machine, case, dtype).values():
+        found, wanted = backward(one, added_grad_y=other), backward(one + other)
+        for mine, theirs in zip(found, wanted, strict=True):
+            tolerance = 16 * torch.finfo(dtype).eps * theirs[theirs.isfinite()].abs().max().item()
+            atol = tolerance if mine.is_cuda else 0.0
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=atol, equal_nan=True)
+
+
+# Which program is the last
+
+MANY_PARTS = ((2, 3, 4, 4), True, Form(4, 2, 4, 8))  # 8 of them, for 2 blocks of channels
+
+
+def pair(machine: Machine, case: Case) -> tuple[Norm, Norm]:
+    machine.use(case[2])
+    return Norm(case, torch.float32, machine.device), Norm(case, torch.float32, machine.device, seed=1)
+
+
+def no_counters(_branches: int) -> None:
+    return None
+
+
+def counted(
+    machine: Machine, a: Norm, b: Norm, given: Callable[[int], Tensor | None] = no_counters
+) -> dict[str, tuple[Tensor, ...]]:
+    """The results of each operator, with counters `given` for a number of normalizations at once."""
+    running = [*a.running(), *a.running(), *b.running()]
+    options = {"momentum": MOMENTUM, "eps": EPS}
+    y, *of_a = machine.batch_norm(
+        a.x, a.residual, a.weight, a.bias, *running[:2], **options, relu=True, counters=given(1)
+    )
+    join = {f"{name}_{branch}": value for name, value in options.items() for branch in "ab"}
+    operands = (a.x, a.weight, a.bias, *running[2:4], b.x, b.weight, b.bias, *running[4:])
+    both = machine.batch_norm_join(*operands, **join, counters=given(2))
+    known = (a.x, a.weight, a.bias, *both[1:3], b.x, b.weight, b.bias, *both[3:])
+    return {
+        "forward": (y, *of_a, *running[:2]),
+        "backward": machine.batch_norm_backward(
+            a.grad_y, a.x, y, a.weight, None, *of_a, relu=True, counters=given(1), added_grad_y=b.grad_y
+        ),
+        "residual backward": machine.batch_norm_residual_backward(
+            a.grad_y, a.x, y, a.weight, *of_a, counters=given(1), added_grad_y=b.grad_y
+        ),
+        "join": (*both, *running[2:]),
+        "join backward": machine.batch_norm_join_backward(a.grad_y, None, *known, counters=given(1)),
+    }
+
+
+@pytest.mark.parametrize("case", [MANY_PARTS, IN_ONE], ids=["split", "in one"])
+def test_counters_are_zero_again(machine: Machine, case: Case) -> None:
+    """So that an operator may be run again with the same ones."""
+    norms = pair(machine, case)
+    held: list[Tensor] = []
+
+    def given(branches: int) -> Tensor:
+        number = batch_norm.num_counters(case[0][1], branches)
+        held.append(torch.zeros(number, dtype=torch.int32, device=machine.device))
+        return held[-1]
+
+    wanted, found = counted(machine, *norms), counted(machine, *norms, given)
+    again = iter(tuple(held))
+    repeated = counted(machine, *norms, lambda _: next(again))
+    for name, results in wanted.items():
+        assert all(map(torch.equal, found[name], results)), name
+        assert all(map(torch.equal, repeated[name], results)), name
+    assert len(held) == 5
+    assert not any(one.any() for one in held)
+
+
+@pytest.mark.parametrize("merged_at_once", [4, 2**10])
+def test_it_does_not_matter_which_program_is_the_last(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, merged_at_once: int
+) -> None:
+    """Results have the same bits, and are right however many partial results are merged at once."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
+    patch_interpreter(monkeypatch)
+    monkeypatch.setattr(batch_norm_forms, "_MERGED_AT_ONCE", merged_at_once)
+    machine = Machine("cpu", kernels, monkeypatch)
+    norms = pair(machine, MANY_PARTS)
+    in_order = counted(machine, *norms)
+    builder = interpreter.InterpreterBuilder
+    place = builder.set_grid_idx
+    for step in (-1, 3):  # the numbers of programs along the first axis are 8 and 2
+
+        def elsewhere(self: Any, x: int, y: int, z: int, step: int = step) -> None:
+            place(self, step * x % self.grid_dim[0], y, z)
+
+        monkeypatch.setattr(builder, "set_grid_idx", elsewhere)
+        for name, results in counted(machine, *norms).items():
+            assert all(map(torch.equal, results, in_order[name])), name
+    monkeypatch.setattr(builder, "set_grid_idx", place)
+    wanted = counted(Machine("cpu", None, monkeypatch), *norms)
+    for name, results in in_order.items():
+        for one, other in zip(results, wanted[name], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023 - raised at once
+
+
+@pytest.mark.parametrize("merged_at_once", [4, 8, 2**10])
+def test_statistics_of_many_parts_far_from_zero(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, merged_at_once: int
+) -> None:
+    """The parts' means are far from each other and from zero."""
+    monkeypatch.setattr(batch_norm_forms, "_MERGED_AT_ONCE", merged_at_once)
+    machine.use(MANY_PARTS[2])
+    norm = Norm(MANY_PARTS, torch.float32, machine.device)
+    norm.x += 1e4
+    norm.x[0] -= 3e3
+    _, save_mean, save_invstd = machine.batch_norm(
+        norm.x, None, None, None, None, None, momentum=MOMENTUM, eps=EPS, relu=False
+    )
+    exact = norm.by_aten(*PRECISE)
+    torch.testing.assert_close(save_mean.double(), exact["save_mean"], rtol=5e-7, atol=0)
+    torch.testing.assert_close(save_invstd.double(), exact["save_invstd"], rtol=2e-6, atol=0)
+
+
+class Launches:
+    """Notes the launches of a kernel."""
+
+    def __init__(self, kernel: Any, names: list[str]) -> None:
+        self._kernel, self._names = kernel, names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        self._names.append(self._kernel.__name__)
+        return self._kernel[grid]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", [MANY_PARTS, IN_ONE], ids=["split", "in one"])
+def test_sums_are_finished_without_a_launch(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    patch_interpreter(monkeypatch)
+    names: list[str] = []
+    for name in ("partial_statistics", "apply", "forward_in_one", "partial_sums", "apply_gradients", "backward_in_one"):
+        monkeypatch.setattr(kernels, name, Launches(getattr(kernels, name), names))
+    machine = Machine("cpu", kernels, monkeypatch)
+    counted(machine, *pair(machine, case))
+    forward, backward = ["partial_statistics", "apply"], ["partial_sums", "apply_gradients"]
+    if case is IN_ONE:
+        forward, backward = ["forward_in_one"], ["backward_in_one"]
+    assert names == [*forward, *forward, *backward, *backward, *backward]  # `counted` joins before it goes back
+
+
+def launch_sums_of_gradients() -> None:
+    from kitsune.kernels import batch_norm_triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine("cpu", batch_norm_triton, patch)
+        for case in (((8, 64, 16, 16), True, Form(32, 64, 4, 64)), IN_ONE, CONTIGUOUS):
+            machine.use(case[2])
+            one, other = (Norm(case, torch.bfloat16, "cpu", seed).grad_y for seed in (2, 3))
+            for backward in backwards(machine, case, torch.bfloat16).values():
+                backward(one, added_grad_y=other)
+
+
+@pytest.mark.slow
+def test_what_the_last_program_reads_is_what_others_have_stored() -> None:
+    """Counting orders the memory of a whole GPU, and the last one reads past its own cache."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    found = [one for one in compiled(launch_sums_of_gradients) if one.name in ("partial_statistics", "partial_sums")]
+    assert len({one.name for one in found}) == 2
+    for one in found:
+        lines = one.ptx.splitlines()
+        (count,) = [place for place, line in enumerate(lines) if "atom." in line]
+        assert "atom.global.gpu.acq_rel.add" in lines[count]
+        around = [place for place, line in enumerate(lines) if "bar.sync" in line]
+        stored = [place for place, line in enumerate(lines) if "st.global" in line and place < count]
+        read = [place for place, line in enumerate(lines) if "ld.global.cg" in line]
+        assert any(max(stored) < place < count for place in around)
+        assert read
+        assert any(count < place < min(read) for place in around)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(128, 64, 56, 56), (128, 512, 7, 7), (33, 40, 17, 19)])
+def test_the_last_program_misses_nothing(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, again and again, with the same counters; on two streams at once with counters of their own."""
+    launches = pytest.importorskip("kitsune.kernels.batch_norm_triton", reason="Triton is not installed")
+    machine = Machine("cuda", launches, monkeypatch)
+    norms = pair(machine, (shape, True, IN_ONE[2]))
+    for form in (Form(32, 64, 4, 1024), Form(64, 32, 4, 264), Form(32, 32, 4, 40)):
+        machine.use(form)
+        zeros = [torch.zeros(2 * shape[1], dtype=torch.int32, device="cuda") for _ in range(2)]
+        wanted = counted(machine, *norms)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        torch.cuda.synchronize()
+        for _ in range(50):
+            found = []
+            for stream, counters in zip(streams, zeros, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(counted(machine, *norms, lambda _, one=counters: one))  # type: ignore[misc]
+            torch.cuda.synchronize()
+            for outcome in found:
+                for name, results in outcome.items():
+                    assert all(map(torch.equal, results, wanted[name])), f"{form} {name}"
+        assert not any(counters.any() for counters in zeros)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_all_forms_work_and_trials_change_nothing(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,28 +661,34 @@ def test_forms(rows: int, channels: int, channels_last: bool) -> None:
         assert parts.rows_a_partial % form.block_rows == parts.rows_a_program % form.block_rows == 0
         assert (parts.num_row_programs - 1) * parts.rows_a_program < rows
         assert rows <= parts.num_row_programs * parts.rows_a_program
-        assert parts.num_partials <= parts.finish_partials
-        assert parts.finish_partials * parts.finish_channels <= 2**13
+        assert parts.block_partials & (parts.block_partials - 1) == 0
+        assert parts.block_partials * form.block_channels <= form.block_rows * form.block_channels
+        assert -(-channels // form.block_channels) <= batch_norm.num_counters(channels)
 
 
 # The operators
 
 
 def calls(
-    dtype: torch.dtype = torch.float32, channels_last: bool = True
+    dtype: torch.dtype = torch.float32, channels_last: bool = True, *, optional: bool = False
 ) -> dict[str, tuple[list[Any], dict[str, Any]]]:
-    """Arguments for each operator."""
+    """Arguments for each operator; `optional`: with counters and second gradients."""
     norm = Norm(((2, 3, 4, 5), channels_last, IN_ONE[2]), dtype, "cpu")
     x, weight, mean = norm.x, norm.weight, norm.running_mean
     trained = [weight, norm.bias, *norm.running()]
     known = [weight, norm.bias, mean, norm.running_var]
     join = {"momentum_a": MOMENTUM, "eps_a": EPS, "momentum_b": MOMENTUM, "eps_b": EPS}
+    given = {"counters": torch.zeros(6, dtype=torch.int32)} if optional else {}
+    added = {"added_grad_y": norm.residual.neg(), **given} if optional else {}
     return {
-        "batch_norm": ([x, norm.residual, *trained], {"momentum": MOMENTUM, "eps": EPS, "relu": True}),
-        "batch_norm_backward": ([norm.grad_y, x, norm.residual, *known], {"relu": True}),
-        "batch_norm_residual_backward": ([norm.grad_y, x, norm.residual, weight, *known[2:]], {}),
-        "batch_norm_join": ([x, *trained, norm.residual, *(one.clone() for one in trained if one is not None)], join),
-        "batch_norm_join_backward": ([norm.grad_y, None, x, *known, norm.residual, *known], {}),
+        "batch_norm": ([x, norm.residual, *trained], {"momentum": MOMENTUM, "eps": EPS, "relu": True, **given}),
+        "batch_norm_backward": ([norm.grad_y, x, norm.residual, *known], {"relu": True, **added}),
+        "batch_norm_residual_backward": ([norm.grad_y, x, norm.residual, weight, *known[2:]], added),
+        "batch_norm_join": (
+            [x, *trained, norm.residual, *(one.clone() for one in trained if one is not None)],
+            {**join, **given},
+        ),
+        "batch_norm_join_backward": ([norm.grad_y, None, x, *known, norm.residual, *known], added),
     }
 
 
@@ -466,9 +696,9 @@ NAMES = tuple(calls())
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_operators_are_what_they_declare(name: str, channels_last: bool) -> None:
-    arguments, options = calls(torch.bfloat16, channels_last)[name]
+@pytest.mark.parametrize(("channels_last", "optional"), [(False, True), (True, False)])
+def test_operators_are_what_they_declare(name: str, channels_last: bool, optional: bool) -> None:
+    arguments, options = calls(torch.bfloat16, channels_last, optional=optional)[name]
     operator = getattr(torch.ops.kitsune, name).default
     torch.library.opcheck(operator, tuple(arguments), options, test_utils=("test_schema", "test_faketensor"))
 
@@ -554,3 +784,28 @@ def test_what_the_others_refuse() -> None:
     arguments[5] = arguments[5].half()
     with pytest.raises(ValueError, match="takes b like its input"):
         batch_norm.batch_norm_join(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("counters", "problem"),
+    [
+        (torch.zeros(6), r"counters in int32 of shape \(6,\) or more on cpu: got torch.float32"),
+        (torch.zeros(5, dtype=torch.int32), r"got torch.int32 of shape \(5,\)"),
+        (torch.zeros(6, 1, dtype=torch.int32), r"got torch.int32 of shape \(6, 1\)"),
+        (torch.zeros(12, dtype=torch.int32)[::2], "counters dense in memory: got stride 2"),
+    ],
+)
+def test_which_counters_are_refused(counters: Tensor, problem: str) -> None:
+    arguments, options = calls()["batch_norm_join"]
+    with pytest.raises(ValueError, match=problem):
+        batch_norm.batch_norm_join(*arguments, **options, counters=counters)
+
+
+def test_second_gradients_are_like_the_first() -> None:
+    for name in NAMES:
+        if not name.endswith("backward"):
+            continue
+        arguments, options = calls(optional=True)[name]
+        options["added_grad_y"] = options["added_grad_y"].contiguous()
+        with pytest.raises(ValueError, match="takes added_grad_y laid out like its input"):
+            getattr(batch_norm, name)(*arguments, **options)
