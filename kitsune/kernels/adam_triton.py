@@ -16,6 +16,7 @@ Tensors = Sequence[torch.Tensor]
 TENSORS_A_LAUNCH = 32
 FEW_TENSORS = 16  # a launch is this wide for models of no more tensors
 _BLOCK_SIZE = 512
+_CHUNKS = 1
 _NUM_WARPS = 4
 _NO_BLOCK = 2**30 - 1  # as the first block of a tensor: no program reaches it
 _ALIGNMENT_BYTES = 16
@@ -143,6 +144,7 @@ def _adam(
     decay: tl.constexpr,
     maximize: tl.constexpr,
     aligned: tl.constexpr,
+    chunks: tl.constexpr,
     block_size: tl.constexpr,
 ) -> None:
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
@@ -150,33 +152,39 @@ def _adam(
             return
     block = tl.program_id(0)
     first_block = _pick(block, odd_first_blocks, odd_first_blocks) >> 1
-    start = (block - first_block).to(tl.int64) * block_size
-    remaining = (_pick(block, odd_first_blocks, odd_sizes) >> 1).to(tl.int64) - start
-    offsets = start + tl.arange(0, block_size)
-    param_at = _at(_pick(block, odd_first_blocks, parameters), offsets, aligned)
-    grad_at = _at(_pick(block, odd_first_blocks, grads), offsets, aligned)
-    exp_avg_at = _at(_pick(block, odd_first_blocks, exp_avgs), offsets, aligned)
-    exp_avg_sq_at = _at(_pick(block, odd_first_blocks, exp_avg_sqs), offsets, aligned)
-    max_exp_avg_sq_at = exp_avg_sq_at
+    size = (_pick(block, odd_first_blocks, odd_sizes) >> 1).to(tl.int64)
+    param = _pick(block, odd_first_blocks, parameters)
+    grad = _pick(block, odd_first_blocks, grads)
+    exp_avg = _pick(block, odd_first_blocks, exp_avgs)
+    exp_avg_sq = _pick(block, odd_first_blocks, exp_avg_sqs)
+    max_exp_avg_sq = exp_avg_sq
     if amsgrad:
-        max_exp_avg_sq_at = _at(_pick(block, odd_first_blocks, max_exp_avg_sqs), offsets, aligned)
+        max_exp_avg_sq = _pick(block, odd_first_blocks, max_exp_avg_sqs)
     rate = tl.load(lr)
     count = tl.load(_pick(block, odd_first_blocks, steps)).to(tl.float64)
     correction1 = 1 - tl.exp(count * log_beta1)
     correction2 = 1 - tl.exp(count * log_beta2)
     step_size = tl.div_rn(rate, correction1.to(tl.float32))
     root_correction2 = tl.sqrt_rn(correction2.to(tl.float32))
-    if remaining >= block_size:
-        _update_block(
-            param_at, grad_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, None, rate, step_size, root_correction2,
-            beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
-        )  # fmt: skip
+    start = (block - first_block).to(tl.int64) * (chunks * block_size)
+    if start + chunks * block_size <= size:
+        for chunk in tl.static_range(chunks):
+            offsets = start + chunk * block_size + tl.arange(0, block_size)
+            _update_block(
+                _at(param, offsets, aligned), _at(grad, offsets, aligned), _at(exp_avg, offsets, aligned),
+                _at(exp_avg_sq, offsets, aligned), _at(max_exp_avg_sq, offsets, aligned), None,
+                rate, step_size, root_correction2,
+                beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+            )  # fmt: skip
     else:
-        _update_block(
-            param_at, grad_at, exp_avg_at, exp_avg_sq_at, max_exp_avg_sq_at, offsets - start < remaining,
-            rate, step_size, root_correction2,
-            beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
-        )  # fmt: skip
+        for chunk in tl.static_range(chunks):
+            offsets = start + chunk * block_size + tl.arange(0, block_size)
+            _update_block(
+                _at(param, offsets, aligned), _at(grad, offsets, aligned), _at(exp_avg, offsets, aligned),
+                _at(exp_avg_sq, offsets, aligned), _at(max_exp_avg_sq, offsets, aligned), offsets < size,
+                rate, step_size, root_correction2,
+                beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+            )  # fmt: skip
 
 
 def launch(
@@ -206,7 +214,7 @@ def launch(
     for begin in range(0, len(chosen), width):
         part = chosen[begin : begin + width]
         sizes = [params[index].numel() for index in part]
-        first_blocks = [0, *itertools.accumulate(triton.cdiv(size, _BLOCK_SIZE) for size in sizes)]
+        first_blocks = [0, *itertools.accumulate(triton.cdiv(size, _BLOCK_SIZE * _CHUNKS) for size in sizes)]
         num_blocks = first_blocks.pop()
         unused = width - len(part)
         part += part[-1:] * unused
@@ -232,6 +240,7 @@ def launch(
             decay=decay,
             maximize=maximize,
             aligned=all(tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensors in lists[:5] for tensor in tensors),
+            chunks=_CHUNKS,
             block_size=_BLOCK_SIZE,
             num_warps=_NUM_WARPS,
         )
