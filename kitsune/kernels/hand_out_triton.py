@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One compilation serves all alignments: there must be none in the midst of a recording.
+@triton.jit(do_not_specialize=["value", "cell"])
 def _hand_out(value: tl.tensor, cell: tl.tensor) -> None:
     place = tl.load(cell).to(tl.pointer_type(value.dtype.element_ty))
     tl.store(place, tl.load(value))
