@@ -22,7 +22,6 @@ _CLEARLY_FASTER = 0.97
 
 _SECONDS = 0.1
 
-# Most of a trial is compiling the forms of a kernel.
 _TRIAL_SECONDS = 30.0
 
 _NEVER_US = 1e11  # kept for what never works
@@ -62,27 +61,22 @@ class Measured:
         self._deadline = time.monotonic() + limit_s
 
     def __call__(self, alone: Alone) -> Verdict:
-        key = "fusion " + " ".join(graph_signature(module.graph) for module in alone)
-        before_us, after_us = self._cache.get(f"{key} before"), self._cache.get(f"{key} after")
-        failure = _failures.get((self._device, key))
-        if failure is not None:
-            return Verdict(failure)
-        if before_us is None or after_us is None:
-            if self.is_late():
-                return Verdict("there was no time left to try it")
-            try:
-                if not agree(alone, self._device):
-                    return self._never(key, "its results differ from those of what it would replace")
-                inputs = examples(alone, self._device)
-                before_us, after_us = (self._time(module, inputs) for module in (alone.before, alone.after))
-            except Exception as error:  # noqa: BLE001 - Triton and its compilers fail in many ways
-                return self._failed(key, error)
-            self._cache.put(f"{key} before", before_us)
-            self._cache.put(f"{key} after", after_us)
-        if after_us == _NEVER_US:
-            return Verdict("it was tried before, and does not compile or gave other results")
-        slower = after_us > _CLEARLY_FASTER * before_us
-        return Verdict("it is not faster" if slower else None, before_us, after_us)
+        key = key_of(alone)
+        verdict = known(key, self._device, self._cache)
+        if verdict is not None:
+            return verdict
+        if self.is_late():
+            return Verdict("there was no time left to try it")
+        try:
+            if not agree(alone, self._device):
+                return self._never(key, "its results differ from those of what it would replace")
+            inputs = examples(alone, self._device)
+            before_us, after_us = (self._time(module, inputs) for module in (alone.before, alone.after))
+        except Exception as error:  # noqa: BLE001 - Triton and its compilers fail in many ways
+            return self._failed(key, error)
+        self._cache.put(f"{key} before", before_us)
+        self._cache.put(f"{key} after", after_us)
+        return _by_times(before_us, after_us)
 
     def is_late(self) -> bool:
         """Whether the time for trials is up."""
@@ -108,6 +102,29 @@ class Measured:
     def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS)
+
+
+def key_of(alone: Alone) -> str:
+    """Equal for parts on which there is the same verdict."""
+    return "fusion " + " ".join(graph_signature(module.graph) for module in alone)
+
+
+def known(key: str, device: torch.device, cache: CostCache) -> Verdict | None:
+    """The verdict on what has that `key_of`, if it needs no trial."""
+    failure = _failures.get((device, key))
+    if failure is not None:
+        return Verdict(failure)
+    before_us, after_us = cache.get(f"{key} before"), cache.get(f"{key} after")
+    if before_us is None or after_us is None:
+        return None
+    if after_us == _NEVER_US:
+        return Verdict("it was tried before, and does not compile or gave other results")
+    return _by_times(before_us, after_us)
+
+
+def _by_times(before_us: float, after_us: float) -> Verdict:
+    slower = after_us > _CLEARLY_FASTER * before_us
+    return Verdict("it is not faster" if slower else None, before_us, after_us)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

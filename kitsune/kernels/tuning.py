@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TypeVar
 
@@ -15,16 +18,102 @@ from kitsune.timing import CostCache, device_us
 
 C = TypeVar("C")
 
-_MOST_COMPILERS = 12
+_MOST_COMPILERS = 32  # more of them would wait for Python's lock
+
+_NEVER_US = 1e11  # kept for forms that Triton refuses
 
 _chosen: dict[tuple[str, torch.device], object] = {}
+
+
+class NotChosenYet(Exception):
+    """Which form of a kernel to compile is known once others, which are being compiled, have been timed."""
+
+
+class Compilers:
+    """Threads that compile forms of kernels, no more of them at a time than there are processors.
+
+    A context: when it is left, the forms that are being compiled are finished, and no others are.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1), "kitsune-compiler")
+        self._stopped = threading.Event()
+        self._claimed: set[tuple[str, torch.device]] = set()
+        self._claiming = threading.Lock()
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._pool.shutdown()
+
+    def stop(self) -> None:
+        """Lets no other form begin: who waits for one gets a `CancelledError`."""
+        self._stopped.set()
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Within, on this thread, `choose` compiles what it would try, times nothing and remembers no choice.
+
+        It raises `NotChosenYet` where all forms are being compiled, or have been, for another call with the same key:
+        the kernel may be another variant, and then one form of it is enough.
+        """
+        token = _ahead.set(self)
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
+
+    def claim(self, key: str, device: torch.device) -> None:
+        """Raises `NotChosenYet` but for the first who comes with a key."""
+        with self._claiming:
+            if (key, device) in self._claimed:
+                raise NotChosenYet(key)
+            self._claimed.add((key, device))
+
+    def run(self, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> list[Exception | None]:
+        """Compiles forms by running each of them once, on the default stream; returns why some do not work.
+
+        Compilers hold Python's lock for a small part of the time only. When this returns or raises, none of `forms`
+        runs any more.
+
+        Raises:
+            CancelledError: the context is stopped.
+            TypeError, torch.OutOfMemoryError: as `choose`.
+        """
+
+        def prepare(form: C) -> Exception | None:
+            if self._stopped.is_set():
+                raise CancelledError
+            with torch.cuda.device(device), torch.no_grad():
+                try:
+                    run(form)
+                except (TypeError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # noqa: BLE001 - out of resources, or no code for it, in Triton's many ways
+                    return error
+            return None
+
+        begun = [self._pool.submit(prepare, form) for form in forms]
+        try:
+            return [one.result() for one in begun]
+        finally:
+            for one in begun:
+                one.cancel()
+            wait(begun)
+
+
+_ahead: ContextVar[Compilers | None] = ContextVar("kitsune_ahead", default=None)
+"""Where `choose` has forms compiled ahead; of each thread, so that launches on others are as ever."""
 
 
 def choose(key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
     """The form for which `run` takes the least time on `device`.
 
     It is timed at the first call with a key; the times are kept on disk, for this device and these versions. On the
-    CPU, where kernels are interpreted, and where there is only one, the first form is chosen without timing.
+    CPU, where kernels are interpreted, and where there is only one, the first form is chosen without timing. Within
+    `Compilers.ahead` any form that works is returned, and nothing is timed or remembered.
 
     Args:
         key: names the kernel and whatever its time depends on: shapes, strides, data types, options.
@@ -41,6 +130,9 @@ def choose(key: str, forms: Sequence[C], run: Callable[[C], object], device: tor
     """
     if device.type != "cuda" or len(forms) == 1:
         return forms[0]
+    compilers = _ahead.get()
+    if compilers is not None:
+        return _compiled(key, forms, run, device, compilers)
     known = _chosen.get((key, device))
     if known is None:
         known = _chosen[key, device] = _fastest(key, forms, run, device)
@@ -54,7 +146,7 @@ def _costs(device: torch.device) -> CostCache:
 
 def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
     costs = _costs(device)
-    entries = [f"kernel {key} {form!r}" for form in forms]
+    entries = _entries(key, forms)
     new = [place for place, entry in enumerate(entries) if costs.get(entry) is None]
     errors = _prepare([forms[place] for place in new], run, device)
     failures = {place: error for place, error in zip(new, errors, strict=True) if error is not None}
@@ -62,13 +154,43 @@ def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: t
         if place not in failures:
             us = device_us(lambda form=forms[place]: run(form), device, limit_s=0.05)  # type: ignore[misc]
             costs.put(entries[place], us)
-    working = [place for place in range(len(forms)) if place not in failures]
+    if len(failures) < len(forms):
+        for place in [place for place, error in failures.items() if is_of_compiler(error)]:
+            costs.put(entries[place], _NEVER_US)
+    working = [place for place, entry in enumerate(entries) if (costs.get(entry) or 0.0) < _NEVER_US]
+    working = [place for place in working if place not in failures]
     if not working:
         reasons = "; ".join(f"{_first_line(error)} for {forms[place]!r}" for place, error in failures.items())
-        cause = next((error for error in failures.values() if not is_of_compiler(error)), failures[0])
+        passing = [error for error in failures.values() if not is_of_compiler(error)]
+        cause = (passing or list(failures.values()))[0]
         raise RuntimeError(f"no form of a kernel works on {device}: {reasons}; the kernel is {key}") from cause
     costs.save()
     return forms[min(working, key=lambda place: costs.get(entries[place]) or 0.0)]
+
+
+def _compiled(
+    key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device, compilers: Compilers
+) -> C:
+    """A form that works, when those have been compiled that `choose` would time, or else the one it would choose."""
+    costs = _costs(device)
+    times_us = [costs.get(entry) for entry in _entries(key, forms)]
+    new = [form for form, us in zip(forms, times_us, strict=True) if us is None]
+    timed = [(us, place) for place, us in enumerate(times_us) if us is not None and us < _NEVER_US]
+    fastest = [forms[min(timed)[1]]] if timed else []
+    known = _chosen.get((key, device))
+    if known is None and new:
+        compilers.claim(key, device)
+    wanted: Sequence[C] = [known] if known is not None else new or fastest  # type: ignore[list-item]
+    errors = compilers.run(wanted, run, device)
+    working = [form for form, error in zip(wanted, errors, strict=True) if error is None]
+    if not working and not (new and fastest):
+        raise RuntimeError(f"no form of a kernel works on {device}; the kernel is {key}") from errors[0]
+    return (working or fastest)[0]
+
+
+def _entries(key: str, forms: Sequence[C]) -> list[str]:
+    """Where the times of forms are in the cache."""
+    return [f"kernel {key} {form!r}" for form in forms]
 
 
 def is_of_compiler(error: BaseException) -> bool:
@@ -86,25 +208,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> list[Exception | None]:
-    """Compiles all forms at the same time, by running each of them once; returns why some do not work.
-
-    Compilers hold Python's lock for a small part of the time only.
-    """
-
-    def prepare(form: C) -> Exception | None:
-        with torch.cuda.device(device), torch.no_grad():
-            try:
-                run(form)
-            except (TypeError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:  # noqa: BLE001 - out of resources, or no code for it, in Triton's many ways
-                return error
-        return None
-
+    """Compiles all forms at the same time; returns why some do not work."""
     if not forms:
         return []
     synchronize(device)  # the threads run on another stream than the one that makes their inputs
-    with ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(prepare, forms))
+    with Compilers() as compilers:
+        found = compilers.run(forms, run, device)
     synchronize(device)
     return found

@@ -6,13 +6,16 @@ import dataclasses
 import logging
 import operator
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from kitsune.errors import Refusal
+from kitsune.fusion.ahead import Foresight, compile_ahead
 from kitsune.fusion.engine import FusionEngine
-from kitsune.fusion.judge import Judge, Measured, Verdict
+from kitsune.fusion.judge import Judge, Measured, Verdict, known
 from kitsune.fusion.match import Alone
 from kitsune.fusion.operands import convolutions_allow_tf32
 from kitsune.fusion.templates import TEMPLATES
@@ -26,6 +29,9 @@ from kitsune.timing import CostCache
 _log = logging.getLogger("kitsune")
 
 _SILENT_SECONDS = 3.0
+
+# For all layouts; what is not compiled then is compiled when it is tried.
+_COMPILING_SECONDS = 30.0
 
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 
@@ -41,11 +47,19 @@ def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, 
     """
     cleared = pipeline.run(module, pipeline.CLEARING)
     other = cleared if _rounds_by_layout(cleared) else channels_last(cleared)
-    found = [_fused(cleared, device, ())]
+    layouts = [_Layout(cleared, ())]
     if other is not cleared:
         convolutions = tuple(node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS)
-        found.append(_fused(other, device, (Fusion("channels last", convolutions, None, None, None),)))
+        layouts.append(_Layout(other, (Fusion("channels last", convolutions, None, None, None),)))
+    found = _fused(layouts, device)
     return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
+
+
+class _Layout(NamedTuple):
+    """A cleared graph in one of the layouts, and what was done for it."""
+
+    module: fx.GraphModule
+    done: tuple[Fusion, ...]
 
 
 def _rounds_by_layout(module: fx.GraphModule) -> bool:
@@ -54,42 +68,80 @@ def _rounds_by_layout(module: fx.GraphModule) -> bool:
     return convolutions_allow_tf32() and any(node.args[0].meta["val"].dtype == torch.float32 for node in convolutions)
 
 
-def _fused(cleared: fx.GraphModule, device: torch.device, before: tuple[Fusion, ...]) -> Rewritten:
+def _fused(layouts: Sequence[_Layout], device: torch.device) -> list[Rewritten]:
     """With operators fused where that is measured to be faster."""
-    cache = CostCache.of(device)
-    measured = Measured(device, cache)
-    judge = _Telling(measured)
-    judged = _JudgedRegions(judge)
-
-    def refuse(device: torch.device) -> Refusal | None:
-        return Refusal("there was no time left to try it") if measured.is_late() else INDUCTOR.refuse(device)
-
+    cache, telling = CostCache.of(device), _Telling()
+    found: list[Rewritten] = []
     try:
-        result, fusions = FusionEngine(TEMPLATES, judge).fuse(cleared)
-        regions = fuse_regions(result, dataclasses.replace(INDUCTOR, refuse=refuse), judged)
+        guesses = [_guessed(layout.module, device, cache) for layout in layouts]
+        parts = {key: part for guess in guesses for key, part in guess.parts.items()}
+        compile_ahead(list(parts.values()), device, limit_s=_COMPILING_SECONDS, meanwhile=telling.tell)
+        for layout, guess in zip(layouts, guesses, strict=True):
+            measured = Measured(device, cache)
+            judge = telling.judge(measured)
+            tried = guess.fused or FusionEngine(TEMPLATES, judge).fuse(layout.module)
+            result, fusions = _with_regions(tried, judge, measured.is_late)
+            found.append((result, (*layout.done, *fusions)))
     finally:  # an interrupt, perhaps: what is known by now need not be found out again
         note = cache.save()
         if note is not None:
             _log.info(note)
-    return pipeline.run(regions.module, pipeline.FINISHING), (*before, *fusions, *judged.fusions(regions))
+    return found
+
+
+class _Guess(NamedTuple):
+    """What fusing a graph will probably meet.
+
+    Attributes:
+        parts: will be tried or used.
+        fused: the outcome, where it is certain.
+    """
+
+    parts: Mapping[str, Alone]
+    fused: Rewritten | None
+
+
+def _guessed(module: fx.GraphModule, device: torch.device, cache: CostCache) -> _Guess:
+    foresight = Foresight(lambda key: known(key, device, cache))
+    fused = FusionEngine(TEMPLATES, foresight).fuse(module)
+    return _Guess(foresight.parts, fused if foresight.is_certain else None)
+
+
+def _with_regions(fused: Rewritten, judge: Judge, is_late: Callable[[], bool]) -> Rewritten:
+    module, fusions = fused
+    judged = _JudgedRegions(judge)
+
+    def refuse(device: torch.device) -> Refusal | None:
+        return Refusal("there was no time left to try it") if is_late() else INDUCTOR.refuse(device)
+
+    regions = fuse_regions(module, dataclasses.replace(INDUCTOR, refuse=refuse), judged)
+    return pipeline.run(regions.module, pipeline.FINISHING), (*fusions, *judged.fusions(regions))
 
 
 class _Telling:
-    """A judge that tells the user why a step takes so long."""
+    """Tells the user why a step takes so long."""
 
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
+    def __init__(self) -> None:
         self._begun = time.monotonic()
         self._has_told = False
         self._count = 0
 
-    def __call__(self, alone: Alone) -> Verdict:
-        self._count += 1
-        _log.info("fusion, part %d: %s", self._count, " ".join(str(node) for node in alone.after.graph.nodes))
+    def tell(self) -> None:
+        """To be called now and then."""
         if not self._has_told and time.monotonic() - self._begun > _SILENT_SECONDS:
             self._has_told = True
             _log.warning("operators of the training step are being fused: trying that out takes up to a minute, once")
-        return self._judge(alone)
+
+    def judge(self, judge: Judge) -> Judge:
+        """The same, but that it tells."""
+
+        def judged(alone: Alone) -> Verdict:
+            self._count += 1
+            _log.info("fusion, part %d: %s", self._count, " ".join(str(node) for node in alone.after.graph.nodes))
+            self.tell()
+            return judge(alone)
+
+        return judged
 
 
 class _JudgedRegions:

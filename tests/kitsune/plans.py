@@ -9,7 +9,7 @@ import pytest
 
 from kitsune.fusion import judge
 from kitsune.kernels import tuning
-from kitsune.loop import contest, planning
+from kitsune.loop import contest, fusing, planning
 from kitsune.plan import Plan
 
 
@@ -33,6 +33,7 @@ def fuse_all_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets replacements be used whatever their times, in channels_last where that is tried. Kernels keep one form."""
     rewritten = planning.rewritten
     monkeypatch.setattr(planning, "rewritten", lambda *args: rewritten(*args)[-1:])
+    monkeypatch.setattr(fusing, "compile_ahead", lambda *_, **__: None)
     monkeypatch.setattr(judge, "device_us", lambda *_, **__: 1.0)
     monkeypatch.setattr(judge, "_CLEARLY_FASTER", 1.0)
     monkeypatch.setattr(judge.Measured, "is_late", lambda _: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kitsune.kernels import tuning
-from kitsune.kernels.tuning import choose
+from kitsune.kernels.tuning import Compilers, NotChosenYet, choose
 from kitsune.timing import CostCache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -136,3 +137,131 @@ def test_on_the_cpu_and_without_a_choice_nothing_is_timed(device: Callable[[Time
     assert choose("mm", ("small", "large"), gpu.run, CPU) == "small"
     assert choose("mm", ("only",), gpu.run, CUDA) == "only"
     assert gpu.timed == gpu.runs == []
+
+
+def test_ahead_all_forms_are_compiled_at_the_same_time_and_none_is_timed(
+    device: Callable[[Times], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, together = device({"small": 3.0, "middle": 1.0, "large": 2.0}), threading.Barrier(3)
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 3)
+
+    def run(form: str) -> None:
+        together.wait(timeout=60)
+        gpu.run(form)
+
+    with Compilers() as compilers, compilers.ahead():
+        assert choose("mm", ("small", "middle", "large"), run, CUDA) == "small"
+    assert sorted(form for form, _ in gpu.runs) == ["large", "middle", "small"]
+    assert gpu.timed == []
+    assert choose("mm", ("small", "middle", "large"), gpu.run, CUDA) == "middle", "a choice was remembered"
+    assert gpu.timed == ["small", "middle", "large"]
+
+
+def test_there_are_no_more_compilers_than_processors(
+    device: Callable[[Times], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many threads have kernels compiled."""
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 2)
+    forms = tuple(map(str, range(8)))
+    gpu = device(dict.fromkeys(forms, 1.0))
+    with Compilers() as compilers, ThreadPoolExecutor(4) as threads:
+
+        def part(number: int) -> None:
+            with compilers.ahead():
+                choose(f"mm {number}", forms, gpu.run, CUDA)
+
+        list(threads.map(part, range(4)))
+    assert len(gpu.runs) == 4 * len(forms)
+    assert len({thread for _, thread in gpu.runs}) <= 2
+
+
+def test_ahead_is_of_the_thread_that_says_so(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": 2.0})
+    with Compilers() as compilers, compilers.ahead(), ThreadPoolExecutor(1) as other:
+        assert other.submit(choose, "mm", ("small", "large"), gpu.run, CUDA).result() == "large"
+    assert gpu.timed == ["small", "large"]
+
+
+def test_ahead_of_what_is_known_only_the_choice_is_compiled(device: Callable[[Times], Device]) -> None:
+    """Known to this process, or on disk."""
+    gpu = device({"small": 3.0, "large": 2.0})
+    choose("mm", ("small", "large"), gpu.run, CUDA)
+    for forget in (False, True):
+        gpu = device({"large": 2.0}) if forget else gpu
+        gpu.runs.clear()
+        with Compilers() as compilers, compilers.ahead():
+            for _ in range(2):  # variants
+                assert choose("mm", ("small", "large"), gpu.run, CUDA) == "large"
+        assert [form for form, _ in gpu.runs] == ["large", "large"]
+
+
+def test_ahead_the_second_variant_waits_for_the_choice(device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": 3.0, "large": 2.0})
+    with Compilers() as compilers, compilers.ahead():
+        choose("mm", ("small", "large"), gpu.run, CUDA)
+        with pytest.raises(NotChosenYet):
+            choose("mm", ("small", "large"), gpu.run, CUDA)
+    assert len(gpu.runs) == 2
+
+
+def test_ahead_a_form_that_does_not_work_is_passed_over(device: Callable[[Times], Device]) -> None:
+    reason = ValueError("no code")
+    gpu = device({"small": reason, "large": 2.0})
+    with Compilers() as compilers, compilers.ahead():
+        assert choose("mm", ("small", "large"), gpu.run, CUDA) == "large"
+        with pytest.raises(RuntimeError, match="no form of a kernel works") as raised:
+            choose("of one form that works nowhere", ("small", "small"), gpu.run, CUDA)
+    assert raised.value.__cause__ is reason
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), TypeError("two values")])
+def test_ahead_nothing_runs_any_more_when_a_run_fails(error: Exception, device: Callable[[Times], Device]) -> None:
+    gpu = device({"small": error, "large": 2.0})
+    with Compilers() as compilers, compilers.ahead():
+        with pytest.raises(type(error)):
+            choose("mm", ("small", "large"), gpu.run, CUDA)
+        ran = len(gpu.runs)
+    assert len(gpu.runs) == ran
+
+
+def test_who_waits_for_stopped_compilers_is_told(
+    device: Callable[[Times], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = device({"small": 3.0, "large": 2.0})
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 1)
+    with Compilers() as compilers, compilers.ahead():
+
+        def run(form: str) -> None:
+            compilers.stop()
+            gpu.run(form)
+
+        with pytest.raises(CancelledError):
+            choose("mm", ("small", "large"), run, CUDA)
+    assert [form for form, _ in gpu.runs] == ["small"]
+
+
+def test_what_the_compiler_refuses_is_not_tried_by_another_process(device: Callable[[Times], Device]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.runtime.errors import OutOfResources  # Triton is optional
+
+    passing = RuntimeError("it may pass")
+    gpu = device({"large": OutOfResources(2, 1, "shared memory"), "middle": passing, "small": 3.0})
+    assert choose("mm", tuple(gpu.times), gpu.run, CUDA) == "small"
+    gpu = device({"large": 1.0, "middle": 2.0, "small": 3.0})
+    assert choose("mm", tuple(gpu.times), gpu.run, CUDA) == "middle"
+    assert gpu.timed == ["middle"]
+
+
+def test_where_what_may_pass_fails_nothing_is_chosen_that_the_compiler_refuses(
+    device: Callable[[Times], Device],
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.runtime.errors import OutOfResources  # Triton is optional
+
+    gpu = device({"large": OutOfResources(2, 1, "shared memory"), "small": 3.0})
+    choose("mm", ("large", "small"), gpu.run, CUDA)
+    passing = RuntimeError("it may pass")
+    gpu = device({"other": passing})
+    with pytest.raises(RuntimeError, match="no form of a kernel works") as raised:
+        choose("mm", ("large", "other"), gpu.run, CUDA)
+    assert raised.value.__cause__ is passing

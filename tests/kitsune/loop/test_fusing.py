@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 import torch
 
+from kitsune.fusion.ahead import compile_ahead
 from kitsune.fusion.judge import Verdict
+from kitsune.fusion.match import Alone
 from kitsune.loop import fusing
 from tests.kitsune.fusion.running import never
 from tests.kitsune.passes.running import OPERATORS
@@ -37,3 +42,72 @@ def test_channels_last_is_tried_where_it_changes_no_precision(
     found = fusing.rewritten(step(name, half=half).module, torch.device("cpu"))
     used = [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None]
     assert used == ["channels last"] * tried
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Alone]:
+    """The parts that are compiled ahead."""
+    some: list[Alone] = []
+
+    def record(parts: list[Alone], *args: object, **options: object) -> None:
+        some.extend(parts)
+        compile_ahead(parts, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(fusing, "compile_ahead", record)
+    return some
+
+
+def test_all_layouts_are_prepared_before_one_is_tried(prepared: list[Alone], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = set()
+
+    class Watching(Never):
+        def __call__(self, alone: object) -> Verdict:
+            counts.add(len(prepared))
+            return super().__call__(alone)
+
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Watching())
+    fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    assert counts == {len(prepared)} != {0}
+
+
+def test_what_is_known_is_neither_prepared_nor_tried_where_it_is_refused(
+    prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusing, "known", lambda *_: Verdict("it is not faster", 1.0, 2.0))
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+    monkeypatch.setattr(Never, "__call__", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(fusing, "_with_regions", lambda fused, *_: fused)
+    found = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    assert [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None] == [
+        "channels last"
+    ]
+    assert prepared == []
+
+
+def test_what_is_known_to_be_used_is_prepared_and_not_tried(
+    prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusing, "known", lambda *_: Verdict(None, 2.0, 1.0))
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+    found = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    assert prepared
+    used = {fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None}
+    assert "linear + relu" in used, "it was tried, and refused"
+
+
+def test_it_tells_the_user_while_it_compiles(
+    prepared: list[Alone], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fusing, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+
+    def compile_and_stop(parts: list[Alone], device: torch.device, **options: object) -> None:
+        compile_ahead(parts, device, **options)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fusing, "compile_ahead", compile_and_stop)
+    with caplog.at_level(logging.WARNING, "kitsune"), pytest.raises(KeyboardInterrupt):
+        fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    assert [record.message for record in caplog.records if "are being fused" in record.message]

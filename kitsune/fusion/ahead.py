@@ -1,0 +1,156 @@
+"""Compiles kernels of many parts at the same time, before the parts are tried one by one."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+
+import torch
+from torch import fx
+
+from kitsune.device import synchronize
+from kitsune.errors import first_line
+from kitsune.fusion.examples import examples
+from kitsune.fusion.judge import Verdict, key_of
+from kitsune.fusion.match import Alone
+from kitsune.graph import dataflow
+from kitsune.graph.signature import graph_signature
+from kitsune.kernels.tuning import Compilers, NotChosenYet
+
+_log = logging.getLogger("kitsune")
+
+# So many parts run at a time, and fewer where their values would take more than that of the memory that is free.
+_MOST_PARTS = 16
+_MOST_MEMORY = 0.25
+
+_GLANCE_SECONDS = 0.25
+
+_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+
+
+class Foresight:
+    """A judge that guesses: it takes what it does not know to be refused. So an engine meets what it will meet.
+
+    What is tried only after a refusal is not foreseen.
+
+    Args:
+        known: the verdict on what has that `key_of`; None where it takes a trial.
+
+    Attributes:
+        parts: what it has taken, in order, by the `graph_signature` of the replacement.
+        is_certain: whether every verdict was known.
+    """
+
+    def __init__(self, known: Callable[[str], Verdict | None]) -> None:
+        self._known = known
+        self.parts: dict[str, Alone] = {}
+        self.is_certain = True
+
+    def __call__(self, alone: Alone) -> Verdict:
+        verdict = self._known(key_of(alone))
+        if verdict is None:
+            self.is_certain = False
+        if verdict is None or verdict.refusal is None:
+            self.parts.setdefault(graph_signature(alone.after.graph), alone)
+        return verdict or Verdict(None)
+
+
+def compile_ahead(
+    parts: Sequence[Alone], device: torch.device, *, limit_s: float, meanwhile: Callable[[], None]
+) -> None:
+    """Runs what would replace `parts` on random values, so that its kernels are compiled, in all forms worth timing.
+
+    Variants of a kernel for which one form is chosen are compiled in that form: where there are several, the forms of
+    the first are timed, as its trial would do. What fails here, for want of memory perhaps, is compiled when it is
+    tried, and fails there. When this returns or raises, its threads have ended. It must not be called while a CUDA
+    graph is being recorded.
+
+    Args:
+        limit_s: no kernel is begun after so many seconds.
+        meanwhile: called several times a second, and after each part that is timed.
+    """
+    deadline = time.monotonic() + limit_s
+    parts = [part for part in parts if _has_kernels(part)]
+    waiting = _compile_all(parts, device, deadline, meanwhile)
+    if not waiting:
+        return
+    for part in [part for part in parts if part not in waiting]:
+        if time.monotonic() < deadline:
+            _run(part, device)
+            meanwhile()
+    _compile_all(waiting, device, deadline, meanwhile)
+
+
+def _compile_all(
+    parts: Sequence[Alone], device: torch.device, deadline: float, meanwhile: Callable[[], None]
+) -> list[Alone]:
+    """Those that wait for a choice between the forms that were compiled for others."""
+    if not parts:
+        return []
+    with Compilers() as compilers:
+        pool = ThreadPoolExecutor(_most_at_a_time(parts, device), "kitsune-part")
+        begun = [pool.submit(_compile, part, device, compilers) for part in parts]
+        pending = set(begun)
+        try:
+            while pending and time.monotonic() < deadline:
+                _, pending = wait(pending, timeout=_GLANCE_SECONDS)
+                meanwhile()
+        finally:  # an interrupt, perhaps
+            compilers.stop()
+            pool.shutdown(cancel_futures=True)
+    synchronize(device)
+    return [part for part, one in zip(parts, begun, strict=True) if not one.cancelled() and one.result()]
+
+
+def _most_at_a_time(parts: Sequence[Alone], device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MOST_PARTS
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    largest = max(_num_bytes(part) for part in parts)
+    return max(1, min(_MOST_PARTS, int(_MOST_MEMORY * free_bytes / max(largest, 1))))
+
+
+def _num_bytes(part: Alone) -> int:
+    """Of all its values, as if none gave its memory to another."""
+    graphs = (part.given.graph, part.after.graph)
+    return sum(tensor.nbytes for graph in graphs for node in graph.nodes for tensor in dataflow.tensors(node))
+
+
+def _compile(part: Alone, device: torch.device, compilers: Compilers) -> bool:
+    """On a thread of its own: what `choose` does meanwhile on others is as ever. True if it is to wait for a choice."""
+    with compilers.ahead():
+        return _run(part, device)
+
+
+def _run(part: Alone, device: torch.device) -> bool:
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    try:
+        with on_device, torch.no_grad(), torch.autocast(device.type, enabled=False):
+            part.after.forward(*examples(part, device))
+    except NotChosenYet:
+        return True
+    except Exception as error:  # noqa: BLE001 - its trial will fail as well, and tell
+        _log.debug("fusion: a part was not compiled ahead: %s: %s", type(error).__name__, first_line(error))
+    return False
+
+
+def _has_kernels(part: Alone) -> bool:
+    """Whether there is something to compile, and no convolution of PyTorch's to run.
+
+    cuDNN may time its algorithms at their first run, which nothing must disturb.
+    """
+    targets = {node.target for module in (part.after, part.given) for node in module.graph.nodes if not _is_end(node)}
+    return targets.isdisjoint(_CONVOLUTIONS) and not all(map(_is_of_torch, targets))
+
+
+def _is_end(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _is_of_torch(target: object) -> bool:
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return is_aten or target is operator.getitem
