@@ -9,7 +9,8 @@ import torch
 
 from kitsune.device import refuse_triton
 
-_PLACES = 128
+PLACES = 128
+"""Results that one allocation serves."""
 
 Replay = Callable[[], None]
 Give = Callable[[Replay], torch.Tensor]
@@ -90,7 +91,8 @@ class _Row:
 
     def _renew(self, stream: int) -> None:
         assert self._value is not None
-        row = torch.empty(_PLACES, dtype=self._value.dtype, device=self._device)
+        self._places = []  # before there is another row
+        row = torch.empty(PLACES, dtype=self._value.dtype, device=self._device)
         places = torch.unsafe_split(row, 1)  # each with a version of its own
         self._places = [place.resize_(self._value.shape) for place in places]
         self._num_taken = self._num_written = 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from kitsune.execution.handout import PLACES
 from kitsune.kernels.adam import adam_
 from tests.kitsune.loops import LOOPS
 from tests.kitsune.test_step import by_hand
@@ -335,7 +336,7 @@ def test_capturing_leaves_the_stream_and_the_device_alone() -> None:
 # Memory
 
 
-def test_a_thousand_replays_allocate_nothing_but_their_losses() -> None:
+def test_a_thousand_replays_allocate_nothing_but_rows_for_their_losses() -> None:
     model, optimizer = building(lambda: Net(batch_norm=True, dropout=0.2))()
     step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, mode="replay")
     (x, y), _ = cuda_batch(0)
@@ -348,7 +349,7 @@ def test_a_thousand_replays_allocate_nothing_but_their_losses() -> None:
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
     assert step.status().replays == 1004
-    assert after["allocation.all.allocated"] - before["allocation.all.allocated"] <= 1000
+    assert after["allocation.all.allocated"] - before["allocation.all.allocated"] <= 1000 // PLACES + 1
     assert after["allocated_bytes.all.current"] == before["allocated_bytes.all.current"]
     assert after["segment.all.allocated"] == before["segment.all.allocated"], "no memory was asked of the driver"
 

@@ -23,6 +23,7 @@ from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import RefusedError
 from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.handout import PLACES
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.on_streams import OnStreams
@@ -302,7 +303,7 @@ def _streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster", "_streams_win")
-def test_a_thousand_steps_allocate_nothing_but_their_losses() -> None:
+def test_a_thousand_steps_allocate_nothing_but_rows_for_their_losses() -> None:
     module, loss_fn, batches = workload("lenet")
     x, y = batches[0]
     optimizer = torch.optim.Adam(module.parameters(), fused=True)
@@ -322,7 +323,7 @@ def test_a_thousand_steps_allocate_nothing_but_their_losses() -> None:
         step(x, y)
     after = counters()
     assert step.status().replays == replays + 1000
-    assert after["allocation.all.allocated"] - before["allocation.all.allocated"] == 1000, "a loss for each step"
+    assert after["allocation.all.allocated"] - before["allocation.all.allocated"] <= 1000 // PLACES + 1
     assert {**after, "allocation.all.allocated": None} == {**before, "allocation.all.allocated": None}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kitsune.execution import handout as module
-from kitsune.execution.handout import _PLACES, Handout, _Copy, _Row, handout
+from kitsune.execution.handout import PLACES, Handout, _Copy, _Row, handout
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_each_replay_gives_a_tensor_that_later_ones_leave(
     row: _Row, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     graph = recorded(row, torch.zeros(shape, dtype=dtype))
-    given = [graph() for _ in range(2 * _PLACES + 3)]
+    given = [graph() for _ in range(2 * PLACES + 3)]
     assert all(one.shape == shape and one.dtype == dtype for one in given)
     expected = torch.arange(1, len(given) + 1).to(dtype)
     assert torch.equal(torch.cat([one.reshape(1) for one in given]), expected)
