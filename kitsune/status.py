@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,7 @@ class ScheduleTime:
         num_streams: the streams that it uses.
         fused: whether it is of the graph with its operators fused.
         predicted_us: simulated microseconds of a step.
-        measured_us: the median time of some steps in the user's loop, so never less than the host takes; None where
-            it was not measured.
+        measured_us: the median time that some of the user's steps took on the device; None where it was not measured.
         chosen: whether it is in use.
     """
 
@@ -101,6 +101,21 @@ class Status:
         return {**values, "plan": plan, "gain": self.gain, "break_even_steps": self.break_even_steps}
 
     def __str__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["Kitsune", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+    def _repr_html_(self) -> str:
+        """A table, which notebooks show in place of the text."""
+        cells = "".join(
+            f"<tr><th style='text-align: left'>{html.escape(name)}</th>"
+            f"<td style='text-align: left'>{html.escape(text)}</td></tr>"
+            for name, text in self._rows()
+        )
+        return f"<table><caption>Kitsune</caption>{cells}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """What a reader is told: names and texts."""
         rows = [("mode", f"{self.mode} ({self.reason})"), ("covered", ", ".join(self.covered) or "nothing")]
         if self.executor:
             rows.append(("executor", self.executor))
@@ -111,9 +126,7 @@ class Status:
         rows.append(("graphs", f"{self.graphs} held, {self.replays} replays, {self.fallbacks} fallbacks"))
         rows += [("schedule", str(schedule)) for schedule in self.schedules]
         rows += [("refused", refusal) for refusal in self.refusals]
-        rows += [("not yet in effect", option) for option in self.not_in_effect]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(["Kitsune", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        return [*rows, *(("not yet in effect", option) for option in self.not_in_effect)]
 
     def _pays_off(self) -> str:
         return "" if self.break_even_steps is None else f", pays off after {self.break_even_steps} steps"

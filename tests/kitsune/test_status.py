@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -62,6 +63,16 @@ def test_the_text() -> None:
         ]
     )
     assert "covered  nothing" in str(Status("idle", "no step has run yet"))
+
+
+def test_the_table_for_notebooks_has_the_rows_of_the_text() -> None:
+    status = dataclasses.replace(FULL, refusals=("<b> & others",))
+    table = ElementTree.fromstring(status._repr_html_())
+    rows = [[cell.text for cell in row] for row in table.iter("tr")]
+    lines = [line.split(maxsplit=1) for line in str(status).splitlines()[1:]]
+    assert ["refused", "<b> & others"] in rows
+    assert [name.split()[0] for name, _ in rows] == [name for name, _ in lines]
+    assert all(line.endswith(text) for (_, text), (_, line) in zip(rows, lines, strict=True))
 
 
 @pytest.mark.parametrize("form", FORMS)
