@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from kitsune.execution.in_order import InOrder, with_copies
-from kitsune.fusion.operands import convolutions_allow_tf32
 from kitsune.graph import dataflow
+from kitsune.loop.rounding import change, norm, off_by, rounding, unit
 
 # A step may make more of rounding than a few draws show.
 _DRAWS = 2
 _TIMES = 10.0
-
-_TF32_EPS = 2.0**-10
 
 
 def trains_alike(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
@@ -32,11 +30,11 @@ def trains_alike(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence
     """
     device = inputs[0].device
     inputs = [tensor.detach() for tensor in inputs]
-    eps, generator = _rounding(before.graph), torch.Generator(device).manual_seed(0)
+    eps, generator = rounding(before.graph), torch.Generator(device).manual_seed(0)
     wanted = _left_by(before, inputs)
     apart = [0.0] * len(wanted)
     for _ in range(_DRAWS):
-        drawn = _left_by(before, [_off_by(eps, tensor, generator) for tensor in inputs])
+        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs])
         apart = [max(pair) for pair in zip(apart, map(_distance, drawn, wanted), strict=True)]
     found = _left_by(after, inputs)
     return [one.kind() for one in found] == [one.kind() for one in wanted] and all(
@@ -65,39 +63,9 @@ def _left_by(module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[_Left]:
     copies = with_copies(inputs, written)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         results = InOrder(module)(copies)
-    changes = [_Left(_change(inputs[place], copies[place]), _unit(inputs[place])) for place in written]
-    return [*(_Left(result, _unit(result)) for result in results), *changes]
-
-
-def _change(before: Tensor, after: Tensor) -> Tensor:
-    """In float32 where that loses nothing: all of a step's are kept at the same time."""
-    dtype = torch.promote_types(before.dtype, torch.float32) if before.is_floating_point() else torch.float64
-    return after.to(dtype) - before.to(dtype)
-
-
-def _unit(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps * _norm(tensor) if tensor.is_floating_point() else 0.0
-
-
-def _rounding(graph: fx.Graph) -> float:
-    """The coarsest rounding of a graph's values, relative to them."""
-    values = [tensor for node in graph.nodes for tensor in dataflow.tensors(node) if tensor.is_floating_point()]
-    eps = max((torch.finfo(value.dtype).eps for value in values), default=0.0)
-    matmul = torch.backends.cuda.matmul.fp32_precision
-    rounds = any(value.is_cuda for value in values) and (convolutions_allow_tf32() or matmul == "tf32")
-    return max(eps, _TF32_EPS) if rounds else eps
-
-
-def _off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    noise = torch.empty_like(tensor, dtype=torch.float32).uniform_(-eps, eps, generator=generator)
-    return (tensor * (1 + noise)).to(tensor.dtype)
+    changes = [_Left(change(inputs[place], copies[place]), unit(inputs[place])) for place in written]
+    return [*(_Left(result, unit(result)) for result in results), *changes]
 
 
 def _distance(one: _Left, other: _Left) -> float:
-    return _norm(one.tensor.double() - other.tensor.double())
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return norm(one.tensor.double() - other.tensor.double())

@@ -1,0 +1,44 @@
+"""How far apart rounding takes two computations of the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from kitsune.fusion.operands import convolutions_allow_tf32
+from kitsune.graph import dataflow
+
+_TF32_EPS = 2.0**-10
+
+
+def rounding(graph: fx.Graph) -> float:
+    """The coarsest rounding of a graph's values, relative to them."""
+    values = [tensor for node in graph.nodes for tensor in dataflow.tensors(node) if tensor.is_floating_point()]
+    eps = max((torch.finfo(value.dtype).eps for value in values), default=0.0)
+    matmul = torch.backends.cuda.matmul.fp32_precision
+    rounds = any(value.is_cuda for value in values) and (convolutions_allow_tf32() or matmul == "tf32")
+    return max(eps, _TF32_EPS) if rounds else eps
+
+
+def off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """`tensor` with every number off by up to `eps` of it; as it is if it holds integers."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.empty_like(tensor, dtype=torch.float32).uniform_(-eps, eps, generator=generator)
+    return (tensor * (1 + noise)).to(tensor.dtype)
+
+
+def change(before: Tensor, after: Tensor) -> Tensor:
+    """In float32 where that loses nothing."""
+    dtype = torch.promote_types(before.dtype, torch.float32) if before.is_floating_point() else torch.float64
+    return after.to(dtype) - before.to(dtype)
+
+
+def unit(tensor: Tensor) -> float:
+    """The norm of what is lost at most where such values are stored."""
+    return torch.finfo(tensor.dtype).eps * norm(tensor) if tensor.is_floating_point() else 0.0
+
+
+def norm(tensor: Tensor) -> float:
+    """The 2-norm, in float64."""
+    return float(torch.linalg.vector_norm(tensor.double()))
