@@ -9,5 +9,8 @@ from kitsune.optimizer import KitsuneOptimizer as KitsuneOptimizer
 from kitsune.plan import Plan as Plan
 from kitsune.status import Status as Status
 from kitsune.step import TrainStep as TrainStep
+from kitsune.verification import Difference as Difference
+from kitsune.verification import Verification as Verification
+from kitsune.verify import verify as verify
 
 __version__ = "0.1.0"

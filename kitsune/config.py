@@ -48,6 +48,9 @@ class Config:
         enable_fusion: let `TrainStep` replace parts of the captured step by fused operators where they are measured
             to be faster, which takes up to a minute, once. It has an effect with `mode="auto"` (without `compile` and
             `max_memory`) on a CUDA device with Triton. None: not yet. `KitsuneOptimizer` in a loop fuses nothing yet.
+        verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
+            from the same state, which takes several times as long. What PyTorch does stands; after a difference that
+            rounding does not explain, steps like that one run eagerly.
     """
 
     mode: Mode = "auto"
@@ -58,6 +61,7 @@ class Config:
     max_graphs: int = 8
     num_streams: int | None = None
     enable_fusion: bool | None = None
+    verify: int = 0
 
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
@@ -190,4 +194,5 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "max_graphs": lambda name, value: _whole(name, value, 1, None),
     "num_streams": lambda name, value: None if value is None else _whole(name, value, 1, 8),
     "enable_fusion": _optional_flag,
+    "verify": lambda name, value: _whole(name, value, 0, None),
 }

@@ -13,6 +13,7 @@ from kitsune.errors import ConfigError
 from kitsune.fallback import RefusalLog
 from kitsune.loop.drop_in import DropInLoop
 from kitsune.status import Status
+from kitsune.verification import Verification
 
 
 class KitsuneOptimizer(torch.optim.Optimizer):
@@ -126,6 +127,19 @@ class KitsuneOptimizer(torch.optim.Optimizer):
             reason = "this copy has not been used yet" if self._waits else "a TrainStep has taken over this optimizer"
             return Status("eager", reason, not_in_effect=self.config.not_in_effect(uses_streams=False, can_fuse=False))
         return self._loop.status()
+
+    def verify(self, iteration: Callable[[], Any]) -> Verification:
+        """Compares an iteration of the loop, replayed, with the same as plain PyTorch, and trains nothing.
+
+        Both start from the present state; what rounding explains is no difference. (Whatever else `iteration` does, it
+        does several times.)
+
+        Args:
+            iteration: what the body of the loop does with one batch, `step()` included.
+        """
+        if self._loop is None:
+            return Verification(False, reason=self.status().reason)
+        return self._loop.verify(iteration)
 
     def hand_over(self) -> torch.optim.Optimizer:
         """Stops accelerating the loop and returns the wrapped optimizer."""

@@ -17,6 +17,7 @@ from kitsune.loop.step_loop import StepLoop
 from kitsune.optimizer import KitsuneOptimizer
 from kitsune.plan import Plan
 from kitsune.status import Status
+from kitsune.verification import Verification
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Forward = Callable[..., torch.Tensor]
@@ -135,6 +136,17 @@ class TrainStep:
             return self._loop.measured_plan(args, kwargs)
         except RefusedError as error:
             raise KitsuneError(f"the tasks of the step cannot be timed: {error.refusal}") from error
+
+    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+        """Compares a replay of one step with these arguments with plain PyTorch, and trains nothing.
+
+        Both start from the present state; what rounding explains is no difference. (Whatever else the model's Python
+        code does, it does several times.)
+
+        Raises:
+            KitsuneError: a call of this step runs, in another thread or around this one.
+        """
+        return self._loop.verify(args, kwargs)
 
     def release(self) -> None:
         """Gives all captured graphs and their memory back. Later steps start anew."""

@@ -18,7 +18,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "collection": (),
-    "status": ("plan",),  # a value: the loop makes it, the faces hand it out
+    "status": ("plan",),  # values: the loop makes them, the faces hand them out
+    "verification": (),
     "device": (),  # what this machine can do
     "native": (),
     "graph": (),
@@ -34,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fallback": (),
     "loop": (
         "status",
+        "verification",
         "device",
         "native",
         "graph",
@@ -49,6 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 LAYERS |= dict.fromkeys(_FACES, (*LAYERS, *_FACES))
+LAYERS["verify"] = tuple(LAYERS)
 """For each module or package of `kitsune`, which others it may import; besides these, itself and `_EVERYWHERE`."""
 
 _KITSUNE_REQUIRES = ("torch", "triton")

@@ -64,6 +64,14 @@ class Accumulators:
                 self._with_gradient.add(id(param))
             param.grad = None
 
+    def mark(self) -> frozenset[int]:
+        """Which sums hold gradients, to be told to `return_to`. (What they hold is for the caller to keep.)"""
+        return frozenset(self._with_gradient)
+
+    def return_to(self, mark: frozenset[int]) -> None:
+        """Undoes what calls since `mark` have told."""
+        self._with_gradient = set(mark)
+
     def clear(self) -> None:
         """Sets the sums to zero, after an update that ran eagerly."""
         for total in self.sums.values():

@@ -101,6 +101,11 @@ class Contest(Generic[E]):
         return self._present
 
     @property
+    def changes_next(self) -> bool:
+        """Whether the next call may replay by another entrant."""
+        return self._replays == (_TURN if self.trying else self._probe_every)
+
+    @property
     def times_us(self) -> tuple[float | None, ...]:
         """For each entrant the median time that a replay takes on the device; None where it was not timed."""
         return tuple(self._times_us)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,11 @@ from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
+from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
+from kitsune.verification import Difference, Verification
 
 
 class DropInLoop:
@@ -48,6 +50,7 @@ class DropInLoop:
         self._latest: SplitStep | None = None
         self._latest_updated = False
         self._fallbacks = 0
+        self._is_paused = False
         self._finder = ModuleFinder(self._params(), self)
 
     def found(self, module: torch.nn.Module) -> None:
@@ -69,7 +72,7 @@ class DropInLoop:
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
         eager = self._calls[id(module)]
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
         if (mode := refuse_function_modes()) is not None:
             self._log.add(RefusedError(mode, passing=True))
@@ -79,7 +82,12 @@ class DropInLoop:
         choice = step.chooser.next()
         if id(step) not in self._iteration:
             step.chooser.start()
-        done, output = step.replay(args, kwargs) if choice == "replay" else (False, None)
+        done, output = False, None
+        if choice == "replay" and step.verified < self._config.verify:
+            done, output = self._verified(step, module, args, kwargs)
+            choice = "eager" if done else choice
+        if choice == "replay":
+            done, output = step.replay(args, kwargs)
         if not done:
             self._fallbacks += choice == "replay"
             choice = "eager"
@@ -91,7 +99,14 @@ class DropInLoop:
 
     def step(self) -> None:
         """`optimizer.step()`, and the end of the iteration."""
+        if self._is_paused:
+            self._optimizer.step()
+            return
         replays = any(step.chooser.next() == "replay" for step, _, _ in self._iteration.values())
+        if replays and self._update.verified < self._config.verify and self._verified_update():
+            self._latest_updated = False
+            self._finish_iteration()
+            return
         self._latest_updated = replays and self._update.replay()
         if not self._latest_updated:
             self._optimizer.step()
@@ -112,6 +127,54 @@ class DropInLoop:
             self._steps.settle(step)
         self._iteration.clear()
         self._finder.count_step()
+
+    def verify(self, iteration: Callable[[], Any]) -> Verification:
+        """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was."""
+        replays = self._steps.replays
+
+        def paused() -> Any:
+            self._is_paused = True
+            try:
+                return iteration()
+            finally:
+                self._is_paused = False
+
+        found = iteration_differences(
+            iteration, paused, list(self._modules.values()), self._optimizer, self._rounding, _device(self._optimizer)
+        )
+        if self._steps.replays == replays:
+            return Verification(False, reason=self._mode()[1])
+        return Verification(True, tuple(found))
+
+    def _rounding(self) -> float:
+        return 0.0 if self._latest is None else self._latest.rounding()
+
+    def _verified(
+        self, step: SplitStep, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
+        """(True, the output of plain PyTorch), compared with that of a replay; (False, None), with nothing done."""
+        comparison = CallComparison(module, args, kwargs)
+        found = comparison.differences(step, self._calls[id(module)])
+        if found is None:
+            return False, None
+        if found:
+            refusal = _differs(found)
+            self._log.add(refusal)
+            step.chooser.refuse(refusal)
+        else:
+            step.verified += 1
+        return True, comparison.output
+
+    def _verified_update(self) -> bool:
+        """Whether plain PyTorch has updated, compared with a replay; else nothing is done."""
+        modules, device = list(self._modules.values()), _device(self._optimizer)
+        found = update_differences(self._update, self._optimizer, modules, device)
+        if found:
+            self._update.refusal = _differs(found)
+            self._log.add(self._update.refusal)
+        elif found is not None:
+            self._update.verified += 1
+        return found is not None
 
     def expect_params(self) -> None:
         """The optimizer was given further parameters, perhaps of modules that were not found yet."""
@@ -176,6 +239,10 @@ class DropInLoop:
         return SplitStep(
             module, eager, self._gradients, config=self._config, streams=self._streams, chooser=chooser, log=self._log
         )
+
+
+def _differs(found: Sequence[Difference]) -> Refusal:
+    return Refusal(f"a replay differed from plain PyTorch: {found[0]}", found[0].operator)
 
 
 def _device(optimizer: torch.optim.Optimizer) -> torch.device:

@@ -41,4 +41,4 @@ def unit(tensor: Tensor) -> float:
 
 def norm(tensor: Tensor) -> float:
     """The 2-norm, in float64."""
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return float(torch.linalg.vector_norm(tensor.detach().double()))

@@ -21,6 +21,7 @@ from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
+from kitsune.loop.rounding import rounding
 
 
 class SplitStep(GuardedStep):
@@ -52,6 +53,7 @@ class SplitStep(GuardedStep):
         super().__init__(module, call, config=config, chooser=chooser, log=log)
         self._gradients, self._streams = gradients, streams
         self._graphs: _Graphs | None = None
+        self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
 
     @property
     def executor(self) -> str | None:
@@ -69,6 +71,13 @@ class SplitStep(GuardedStep):
     def _on_eager_backward(self, _tangents: Any) -> None:
         if torch.is_grad_enabled():
             self._refuse_backward()
+
+    def rounding(self) -> float:
+        """The coarsest rounding of a value of the captured call and its backward pass."""
+        if self._graphs is None:
+            return 0.0
+        program = self._graphs.program
+        return max(rounding(program.forward.graph), rounding(program.backward.graph))
 
     def take_copied_backwards(self) -> int:
         """Backward passes, since this was asked last, that ran operator by operator to spare gradients still in use."""
@@ -98,6 +107,7 @@ class SplitStep(GuardedStep):
         return outputs
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
+        self.verified = 0
         program = trace_split(graph, flat)
         known = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,16 +17,20 @@ from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams, synchronize
-from kitsune.errors import KitsuneError
+from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.cache import StepCache
+from kitsune.loop.comparison import StepComparison
 from kitsune.loop.whole_step import WholeStep
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
 from kitsune.status import Status
+from kitsune.verification import Verification
+
+_OVERLAP = "the training step is called while another call of it runs; calls must not overlap"
 
 
 class StepLoop:
@@ -62,9 +67,12 @@ class StepLoop:
             KitsuneError: another thread is in the midst of one; replays of both would write the same memory.
         """
         if not self._is_idle.acquire(False):
-            raise KitsuneError("the training step is called while another call of it runs; calls must not overlap")
+            raise KitsuneError(_OVERLAP)
         try:
-            loss = None if self._latest is None else self._latest.repeat(args, kwargs)
+            latest = self._latest
+            if latest is None or (self._config.verify and latest.is_unverified(self._config.verify)):
+                return self._run(args, kwargs)
+            loss = latest.repeat(args, kwargs)
             return self._run(args, kwargs) if loss is None else loss
         finally:
             self._is_idle.release()
@@ -75,6 +83,10 @@ class StepLoop:
         self._latest = step
         choice = step.chooser.next()
         step.chooser.start()
+        if choice == "replay" and self._config.verify and step.is_unverified(self._config.verify):
+            verified = self._verified(step, args, kwargs, phase)
+            if verified is not None:
+                return verified
         done, loss = step.replay(args, kwargs) if choice == "replay" else (False, None)
         if not done:
             self._fallbacks += choice == "replay"
@@ -85,6 +97,39 @@ class StepLoop:
         self._accumulators.advance()
         assert isinstance(loss, torch.Tensor)
         return loss
+
+    def verify(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verification:
+        """Compares a replay of the present step with plain PyTorch, and leaves everything as it was.
+
+        Raises:
+            KitsuneError: as `run`.
+        """
+        with self._alone():
+            phase = self._accumulators.phase()
+            step = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
+            if step.chooser.refusal is not None:
+                return Verification(False, reason=str(step.chooser.refusal))
+            grads = [(param, param.grad) for param in self._spec.params()]
+            try:
+                comparison = StepComparison(self._spec, self._accumulators, self._device)
+                with comparison.undone():
+                    found = comparison.differences(step, args, kwargs, partial(self._eager, args, kwargs, phase))
+            except RefusedError as error:
+                return Verification(False, reason=str(error.refusal))
+            finally:
+                for param, grad in grads:
+                    param.grad = grad
+            self._steps.settle(step)
+            return Verification(False, reason=str(step.declined)) if found is None else Verification(True, tuple(found))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._is_idle.acquire(False):
+            raise KitsuneError(_OVERLAP)
+        try:
+            yield
+        finally:
+            self._is_idle.release()
 
     def release(self) -> None:
         """Gives all graphs and their memory back."""
@@ -121,6 +166,25 @@ class StepLoop:
             schedules=() if latest is None else latest.schedules(),
             plan=self.plan(),
         )
+
+    def _verified(
+        self, step: WholeStep, args: tuple[Any, ...], kwargs: Mapping[str, Any], phase: Phase
+    ) -> torch.Tensor | None:
+        """The present step as plain PyTorch does it, compared with a replay; None, with nothing done, without one."""
+        comparison = StepComparison(self._spec, self._accumulators, self._device)
+        differences = comparison.differences(step, args, kwargs, partial(self._eager, args, kwargs, phase))
+        if differences is None:
+            return None
+        if differences:
+            first = differences[0]
+            refusal = Refusal(f"a replay differed from plain PyTorch: {first}", first.operator)
+            self._log.add(refusal)
+            step.chooser.refuse(refusal)
+        else:
+            step.note_verified()
+        self._steps.settle(step)
+        self._accumulators.advance()
+        return comparison.loss
 
     def _key(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         return phase, call_signature(args, kwargs, self._spec.module, self._device)

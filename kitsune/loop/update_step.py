@@ -60,6 +60,7 @@ class UpdateStep:
     ) -> None:
         self.setup_seconds = 0.0
         self.replays = 0
+        self.verified = 0  # replays that were compared with plain PyTorch, since the latest capture
         self.refusal: Refusal | None = None
         self._optimizer, self._gradients = optimizer, gradients
         self._config, self._log = config, log
@@ -149,6 +150,7 @@ class UpdateStep:
         self, params: list[torch.nn.Parameter], grads: list[torch.Tensor], slots: list[torch.Tensor]
     ) -> _Update:
         started = time.perf_counter()
+        self.verified = 0
         binding = Binding(self._optimizer, params, composed=self._composed)
         self._budget.spend(self.replays)
         count = len(params)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import operator
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +27,7 @@ from kitsune.execution.handout import Handout, handout
 from kitsune.execution.in_order import Outputs
 from kitsune.execution.timed import measure_spans
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.graph import dataflow
 from kitsune.loop import planning
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.by_address import ByAddress, Record
@@ -32,6 +35,7 @@ from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
+from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import Shortcut
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
@@ -79,6 +83,7 @@ class WholeStep(GuardedStep):
         self._pool, self._memory = pool, memory
         self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
         self._program: StepProgram | None = None
+        self._input_ids: list[int] = []
         self._contest: Contest[ByAddress] | None = None
         self._handout: Handout | None = None
         self._in_order: Planned | None = None
@@ -91,6 +96,7 @@ class WholeStep(GuardedStep):
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
         self._shortcut: Shortcut | None = None
         self._num_shortcuts = 0  # so far
+        self._verified: Counter[int] = Counter()  # replays that were compared with plain PyTorch, by the plan's place
         self._thread = threading.local()  # its `spans` are filled by the next run of the thread, which does no more
 
     @property
@@ -122,6 +128,31 @@ class WholeStep(GuardedStep):
         finally:
             del self._thread.spans
         return dataclasses.replace(plan, measured_spans=tuple(spans))
+
+    def is_unverified(self, count: int) -> bool:
+        """Whether fewer than `count` replays by the plan that comes next are known to do what plain PyTorch does."""
+        contest = self._contest
+        return contest is None or contest.changes_next or self._verified[contest.place] < count
+
+    def note_verified(self) -> None:
+        """The latest replay does what plain PyTorch does."""
+        assert self._contest is not None
+        self._verified[self._contest.place] += 1
+
+    def rounding(self) -> float:
+        """The coarsest rounding of a value of the captured step."""
+        return 0.0 if self._program is None else rounding(self._program.module.graph)
+
+    def operators(self) -> Mapping[int, str]:
+        """What of the captured step writes a tensor, by its `id`; what makes the loss, by 0."""
+        if self._program is None:
+            return {}
+        graph = self._program.module.graph
+        loss, written = dataflow.outputs(graph)[0], dataflow.written_inputs(graph)
+        assert loss is not None
+        while loss.target in (torch.ops.aten.detach.default, operator.getitem):
+            (loss,) = loss.all_input_nodes
+        return {0: str(loss.target)} | {self._input_ids[place]: str(node.target) for place, node in written.items()}
 
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """All plans that were tried, and their times."""
@@ -279,6 +310,8 @@ class WholeStep(GuardedStep):
             partial(_clear, self._memory, device),
         )
         self._program = program
+        self._input_ids = list(map(id, inputs))
+        self._verified.clear()
         self._since_capture = 0
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))

@@ -1,0 +1,54 @@
+"""What comparing replays with plain PyTorch has found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that a replay leaves otherwise than plain PyTorch does, by more than rounding explains.
+
+    Attributes:
+        name: of the tensor: `"loss"`, a parameter's or buffer's name in the model, `"<parameter>.<state>"` of the
+            optimizer, `"<parameter>.grad"`.
+        error: the norm of the difference; of what was changed, where a tensor is changed.
+        allowed: the largest that rounding explains.
+        operator: what makes or writes it in the captured graph; None where that is not known.
+    """
+
+    name: str
+    error: float
+    allowed: float
+    operator: str | None = None
+
+    def __str__(self) -> str:
+        made = "" if self.operator is None else f", made by {self.operator}"
+        return f"{self.name}{made}: off by {self.error:.3g}, rounding explains {self.allowed:.3g}"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether a replayed step does what plain PyTorch does.
+
+    Attributes:
+        replayed: whether there was a replay to compare; if not, `reason` says why.
+        differences: the largest first, as multiples of what is allowed; none if all agrees.
+        reason: why nothing was replayed; empty if it was.
+    """
+
+    replayed: bool
+    differences: tuple[Difference, ...] = ()
+    reason: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether a replay was compared, and nothing differed."""
+        return self.replayed and not self.differences
+
+    def __str__(self) -> str:
+        if not self.replayed:
+            return f"nothing was compared: {self.reason}"
+        if not self.differences:
+            return "the replay does what plain PyTorch does"
+        return "\n".join(["the replay differs from plain PyTorch:", *(f"  {one}" for one in self.differences)])

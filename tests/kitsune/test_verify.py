@@ -1,0 +1,228 @@
+"""Replays that are compared with plain PyTorch: in training (`verify=N`), and by themselves (`kitsune.verify`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+from kitsune.execution.in_order import InOrder
+from kitsune.loop.contest import Contest
+from kitsune.loop.split_step import SplitStep
+from kitsune.loop.update_step import UpdateStep
+from kitsune.loop.whole_step import WholeStep
+from tests.kitsune.training import FORMS, Net, Training, adam, batch, compare, plain_loop, sgd
+
+BUILDS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "adam": lambda: with_optimizer(adam),
+    "sgd": lambda: with_optimizer(sgd),
+    "dropout and batch norm": lambda: with_optimizer(adam, batch_norm=True, dropout=0.4),
+}
+
+
+def with_optimizer(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = Net(**options)
+    return model, make(model)
+
+
+def training(form: str, **options: Any) -> Training:
+    return Training(form, *BUILDS["dropout and batch norm"](), **options)
+
+
+@pytest.mark.parametrize("verify", [1, 3])
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("form", FORMS)
+def test_training_goes_on_as_plain_pytorch_does(form: str, name: str, verify: int, counted: list[str]) -> None:
+    done = compare(form, BUILDS[name], steps=8, replays=None, verify=verify)
+    assert done.status().mode == "replay"
+    assert not done.status().refusals
+    assert counted.count("compared") == verify * (1 if form == "train_step" else 2)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An entry for each comparison."""
+    from kitsune.loop import comparison, loop_comparison
+
+    seen: list[str] = []
+    for module in (comparison, loop_comparison):
+        original = module.compare
+
+        def count(*args: Any, original: Any = original) -> Any:
+            found = original(*args)
+            seen.append("compared" if found is not None else "not replayed")
+            return found
+
+        monkeypatch.setattr(module, "compare", count)
+    return seen
+
+
+def off(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.view(-1)[0] += 0.01 + tensor.abs().max()
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, place: str, model: nn.Module) -> None:
+    """Lets replays go wrong at a place: what they leave behind, or give."""
+    if place == "parameter":
+        for kind in (WholeStep, UpdateStep):
+            replay = kind.replay
+
+            def wrong(step: Any, *args: Any, replay: Any = replay) -> Any:
+                result = replay(step, *args)
+                if result is True or (isinstance(result, tuple) and result[0]):
+                    off(model.last.weight)
+                return result
+
+            monkeypatch.setattr(kind, "replay", wrong)
+        return
+    call = InOrder.__call__
+
+    def wrong_result(run: InOrder, inputs: Any) -> Any:
+        outputs = list(call(run, inputs))
+        if outputs:
+            outputs[0 if place == "first result" else -1] = outputs[0 if place == "first result" else -1] * 1.01 + 1
+        return outputs
+
+    monkeypatch.setattr(InOrder, "__call__", wrong_result)
+
+
+@pytest.mark.parametrize("place", ["parameter", "first result"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_replay_is_found_told_and_not_used(form: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wrong = Training("eager", *BUILDS["adam"]()), Training(form, *BUILDS["adam"](), verify=2)
+    spoil(monkeypatch, place, wrong.model)
+    losses = [one.run(8) for one in (plain, wrong)]
+    assert losses[0] == losses[1]
+    expected, found = plain.observe(), wrong.observe()
+    for name, value in expected.items():
+        kept = value if form == "drop_in" or not name.endswith(".grad") else None
+        assert kept is None or torch.equal(kept, found[name]), name
+    (refusal,) = [one for one in wrong.status().refusals if "differed from plain PyTorch" in one]
+    if place == "parameter":
+        assert "last.weight" in refusal
+    if form == "train_step":
+        assert wrong.status().mode == "eager"
+        assert ("adam" if place == "parameter" else "nll_loss") in refusal
+        assert wrong.status().graphs == 0
+
+
+def test_a_wrong_gradient_of_a_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_backward = SplitStep._record.__globals__["_Graphs"].run_backward
+
+    def wrong(graphs: Any, *args: Any) -> Any:
+        grads = run_backward(graphs, *args)
+        return [*grads[:-1], grads[-1] * 1.01]
+
+    monkeypatch.setattr(SplitStep._record.__globals__["_Graphs"], "run_backward", wrong)
+    plain, spoilt = Training("eager", *BUILDS["adam"]()), Training("drop_in", *BUILDS["adam"](), verify=1)
+    assert plain.run(6) == spoilt.run(6)
+    (refusal,) = [one for one in spoilt.status().refusals if "differed" in one]
+    assert ".grad" in refusal
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_it_nothing_is_compared(form: str, counted: list[str]) -> None:
+    training(form).run(5)
+    assert counted == []
+
+
+def test_each_plan_is_compared(counted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one to be tried may come with any call."""
+    monkeypatch.setattr(Contest, "changes_next", True)
+    training("train_step", verify=1).run(6)
+    assert counted.count("compared") == 5
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"clip_grad_norm": 0.5, "keep_grads": True}])
+def test_steps_with_options(options: dict[str, Any], counted: list[str]) -> None:
+    plain, verified = (
+        Training("train_step", *BUILDS["adam"](), step=options, mode=mode, verify=3) for mode in ("eager", "replay")
+    )
+    assert verified.run(12) == pytest.approx(plain.run(12), rel=1e-6)
+    assert counted.count("compared") >= 3
+    assert not [one for one in verified.status().refusals if "differed" in one]
+
+
+def test_with_a_gradient_scaler(counted: list[str]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    verified = Training("train_step", *BUILDS["adam"](), step={"grad_scaler": scaler}, verify=2)
+    verified.run(6)
+    assert counted.count("compared") == 2
+    assert not verified.status().refusals
+
+
+def verification(training: Training, index: int) -> kitsune.Verification:
+    (x, y), _ = batch(index)
+    if training.train_step is not None:
+        return kitsune.verify(training.train_step, x, y)
+    assert isinstance(training.optimizer, kitsune.KitsuneOptimizer)
+    return kitsune.verify(plain_loop, training, x, y, optimizer=training.optimizer)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_verifying_trains_nothing(form: str) -> None:
+    torch.manual_seed(1)
+    expected = training(form).run(8)
+    torch.manual_seed(1)
+    one = training(form)
+    losses = one.run(5)
+    before = one.observe()
+    found = verification(one, 5)
+    assert found.agrees, found
+    assert str(found) == "the replay does what plain PyTorch does"
+    after = one.observe()
+    for name, value in before.items():
+        assert value is None or torch.equal(value, after[name]), name
+    assert losses + one.run(3, start=5) == expected
+
+
+@pytest.mark.parametrize("place", ["parameter", "first result"])
+@pytest.mark.parametrize("form", FORMS)
+def test_verifying_finds_what_is_wrong(form: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Training(form, *BUILDS["adam"]())
+    one.run(4)
+    spoil(monkeypatch, place, one.model)
+    found = verification(one, 4)
+    assert found.replayed
+    assert not found.agrees
+    assert found.differences[0].error > found.differences[0].allowed
+    assert found.differences[0].name in str(found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_where_nothing_is_replayed_it_says_why(form: str) -> None:
+    one = training(form, mode="eager")
+    one.run(3)
+    found = verification(one, 3)
+    assert not found.replayed
+    assert not found.agrees
+    assert "mode='eager' was asked for" in str(found)
+
+
+def test_before_the_first_step_there_is_nothing_to_compare() -> None:
+    found = verification(training("train_step"), 0)
+    assert str(found) == "nothing was compared: the optimizer has no state yet"
+
+
+def test_in_autocast() -> None:
+    one = training("train_step", enable_amp=True)
+    one.run(4)
+    assert verification(one, 4).agrees
+
+
+def test_what_it_takes() -> None:
+    model, optimizer = BUILDS["adam"]()
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer)
+    with pytest.raises(TypeError, match="leave optimizer out"):
+        kitsune.verify(step, optimizer=kitsune.KitsuneOptimizer(optimizer))
+    with pytest.raises(TypeError, match="optimizer=<KitsuneOptimizer>"):
+        kitsune.verify(lambda: None)
+    with pytest.raises(kitsune.ConfigError, match="verify"):
+        kitsune.Config(verify=-1)
