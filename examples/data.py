@@ -1,4 +1,4 @@
-"""Batches for the examples: the real images where they are or can be fetched, else synthetic ones to learn."""
+"""Batches of images for the examples: real ones where they are or can be fetched, else synthetic ones to learn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import models
+from models import Data
 from models.datasets import DatasetError
 
 Batch = tuple[Tensor, Tensor]
@@ -20,24 +20,21 @@ _SYNTHETIC_BATCHES = {True: 200, False: 20}
 _HELD_OUT = 1_000_000  # the numbers of batches that are not trained on begin here
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_data_options(parser: argparse.ArgumentParser) -> None:
     """The options that say what is trained on, and for how long."""
     parser.add_argument("--data", type=Path, default=Path("data"), help="folder of the data set (default: %(default)s)")
     parser.add_argument("--download", action="store_true", help="fetch the data set if it is not there")
     parser.add_argument("--synthetic", action="store_true", help="train on synthetic images of the same shape instead")
-    parser.add_argument("--epochs", type=int, default=5, metavar="N")
-    parser.add_argument("--batch-size", type=int, default=128, metavar="N")
+    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N batches of each epoch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plain", action="store_true", help="plain PyTorch, to compare with")
 
 
 def batches(
-    workload: models.Workload, dataset: Callable[..., Any], parser: argparse.ArgumentParser, options: argparse.Namespace
+    synthetic: Data, dataset: Callable[..., Any], parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> tuple[Batches, Batches]:
     """Those to train on and those to test with. Ends the program where the data set cannot be had."""
     try:
-        return Batches(workload, dataset, options, train=True), Batches(workload, dataset, options, train=False)
+        return Batches(synthetic, dataset, options, train=True), Batches(synthetic, dataset, options, train=False)
     except DatasetError as error:
         parser.error(f"{error}. Give --download to fetch it, --data if it lies elsewhere, or --synthetic.")
 
@@ -46,16 +43,16 @@ class Batches:
     """The batches of an epoch, as often as they are iterated.
 
     Args:
-        workload: gives synthetic ones.
+        synthetic: gives synthetic ones.
         dataset: loads the real ones: called with the folder, and `train` and `download`.
-        options: as parsed with `add_options`.
+        options: as parsed with `add_options` and `add_data_options`.
         train: batches to train on; else those to test with.
     """
 
     def __init__(
-        self, workload: models.Workload, dataset: Callable[..., Any], options: argparse.Namespace, *, train: bool
+        self, synthetic: Data, dataset: Callable[..., Any], options: argparse.Namespace, *, train: bool
     ) -> None:
-        self._workload, self._options, self._train = workload, options, train
+        self._synthetic, self._options, self._train = synthetic, options, train
         self._loader: DataLoader[Any] | None = None
         if not options.synthetic:
             images = dataset(options.data, train=train, download=options.download)
@@ -69,10 +66,10 @@ class Batches:
         return length if limit is None else min(length, limit)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self._synthetic() if self._loader is None else iter(self._loader)
+        batches = self._draw() if self._loader is None else iter(self._loader)
         return islice(batches, len(self))
 
-    def _synthetic(self) -> Iterator[Batch]:
+    def _draw(self) -> Iterator[Batch]:
         first = 0 if self._train else _HELD_OUT
         for index in range(len(self)):
-            yield self._workload.batch(self._options.batch_size, index=first + index)
+            yield self._synthetic.batch(self._options.batch_size, index=first + index)

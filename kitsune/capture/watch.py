@@ -105,6 +105,11 @@ def _global_of(module: torch.nn.Module, own: set[int]) -> str | None:
     return next((name for name in forward.__code__.co_names if name in places and id(places[name]) in own), None)
 
 
+class Interceptor:
+    """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
+    Kitsune's own."""
+
+
 def refuse_module(module: torch.nn.Module) -> Refusal | None:
     """None if `module` is of a kind that can be captured."""
     own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
@@ -114,6 +119,9 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
             return Refusal(f"{place} is a DistributedDataParallel, whose reducer would not run in a replay")
         if isinstance(part, torch.nn.DataParallel):
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
+        if isinstance(part._compiled_call_impl, Interceptor):
+            remedy = "give one optimizer all parameters, as groups"
+            return Refusal(f"the calls of {place} are answered for another KitsuneOptimizer", remedy=remedy)
         if is_compiled(part):
             return Refusal(f"{place} is compiled by torch.compile already", remedy="pass the module itself")
         shared = _global_of(part, own)

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from kitsune.capture.watch import own_global_hooks
+from kitsune.capture.watch import Interceptor, own_global_hooks
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
 _PATIENCE_STEPS = 20
@@ -37,7 +37,7 @@ class ModuleFinder:
 
     def __init__(self, params: Iterable[torch.nn.Parameter], taker: CallTaker) -> None:
         self._missing = set(map(id, params))
-        _newest_takers.update(dict.fromkeys(self._missing, taker))
+        _takers.take(self._missing, taker)
         self._taker = weakref.ref(taker)
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = _PATIENCE_STEPS
@@ -76,25 +76,54 @@ def _remove(handle: RemovableHandle) -> None:
     own_global_hooks.discard(handle.id)
 
 
-_newest_takers: weakref.WeakValueDictionary[int, CallTaker] = weakref.WeakValueDictionary()
-"""By `id` of a parameter, who looked for its module last: a new optimizer over a model replaces an old one."""
+class _Takers:
+    """Who looked last for the modules of parameters: a new optimizer over a model, or over a part, replaces an old one.
+
+    Attributes:
+        changes: how often that has changed.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._newest: weakref.WeakValueDictionary[int, CallTaker] = weakref.WeakValueDictionary()
+
+    def take(self, params: Iterable[int], taker: CallTaker) -> None:
+        """From now on `taker` is the one for `params`, given by `id`."""
+        self._newest.update(dict.fromkeys(params, taker))
+        self.changes += 1
+
+    def of(self, param: int) -> CallTaker | None:
+        """The one for a parameter."""
+        return self._newest.get(param)
 
 
-class _Interceptor:
-    """Stands in for the call of one module."""
+_takers = _Takers()
+
+
+class _Interceptor(Interceptor):
+    """Stands in for the call of one module, until another taker comes for any of the parameters."""
 
     def __init__(self, module: torch.nn.Module, taker: CallTaker) -> None:
         self._module = weakref.ref(module)
         self._taker = weakref.ref(taker)
-        self._param = next((id(param) for param in module.parameters() if _newest_takers.get(id(param)) is taker), 0)
+        self._params = [id(param) for param in module.parameters() if _takers.of(id(param)) is taker]
+        self._changes = _takers.changes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
         assert module is not None
-        if taker is None or _newest_takers.get(self._param) is not taker:
+        if taker is None or not self._is_newest(taker):
             module._compiled_call_impl = None
             return call_module(module, args, kwargs)
         return taker.call(module, args, kwargs)
+
+    def _is_newest(self, taker: CallTaker) -> bool:
+        if self._changes == _takers.changes:
+            return True
+        if not all(_takers.of(param) is taker for param in self._params):
+            return False
+        self._changes = _takers.changes
+        return True
 
 
 def take_over(module: torch.nn.Module, taker: CallTaker) -> Callable[[], None]:

@@ -1,0 +1,74 @@
+"""What training scripts have shown: several optimizers over one model, and outputs that are made of one another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+
+
+class LogitsAndLoss(nn.Module):
+    """What nanoGPT returns, and the models of transformers for a call with `labels`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.linear(x)
+        return logits, functional.cross_entropy(logits, targets)
+
+
+def test_a_model_that_returns_logits_and_loss_runs_as_it_is_and_says_why() -> None:
+    model = LogitsAndLoss()
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.AdamW(model.parameters()), mode="replay")
+    for _ in range(4):
+        optimizer.zero_grad()
+        _, loss = model(torch.randn(8, 4), torch.randint(3, (8,)))
+        loss.backward()
+        optimizer.step()
+    assert optimizer.status().mode == "eager"
+    assert "computed from another one" in optimizer.status().reason
+
+
+def test_two_optimizers_of_one_model_are_not_told_of_torch_compile() -> None:
+    """Fine-tuning a new head while the optimizer that the model was trained with is still referred to does the same."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    first = kitsune.KitsuneOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), mode="replay")
+    second = kitsune.KitsuneOptimizer(torch.optim.AdamW(model[2].parameters()), mode="replay")
+    for _ in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+        first.step()
+        second.step()
+    assert first.status().mode == "replay"
+    assert "another KitsuneOptimizer" in second.status().reason
+
+
+def test_an_earlier_optimizer_leaves_the_model_to_one_of_its_head() -> None:
+    """The autocast of the earlier optimizer changes the numbers, and the later one never finds the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    earlier = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay", enable_amp=True)
+    x, targets = torch.randn(8, 4), torch.randint(3, (8,))
+
+    def loss_of_a_step(optimizer: torch.optim.Optimizer) -> float:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    for _ in range(3):
+        loss_of_a_step(earlier)
+    later = kitsune.KitsuneOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), mode="replay")
+    for _ in range(3):
+        hidden = functional.relu(functional.linear(x, model[0].weight, model[0].bias))
+        expected = functional.cross_entropy(functional.linear(hidden, model[2].weight, model[2].bias), targets)
+        assert loss_of_a_step(later) == pytest.approx(expected.item(), rel=1e-6)
+    assert later.status().mode == "replay"
+    assert earlier.status().replays == 1
