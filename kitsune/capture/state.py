@@ -9,15 +9,16 @@ that changed (learning rate, step count) into the graph's inputs; after it `adva
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from kitsune.capture.mirrors import Mirrors
 from kitsune.capture.trace import same_layout
 from kitsune.capture.update_rules import Rule, rule_for
 from kitsune.errors import Refusal, RefusedError
@@ -91,40 +92,6 @@ class _Slot:
     written: dict[str, float] = field(default_factory=dict)
 
 
-class _StepMirror:
-    """A step count on the device for host counts that advance together.
-
-    `torch.optim` keeps its step counts on the host unless told otherwise; a graph on the device
-    needs them there. The host's counts stay the truth: they are read (through shared memory, so
-    that every kind of edit is seen) before each replay.
-    """
-
-    def __init__(self, value: float, device: torch.device) -> None:
-        self.value = value
-        self.tensor = torch.full((), value, dtype=torch.float32, device=device)
-        self._counts: list[Any] = []
-
-    def follow(self, step: torch.Tensor) -> None:
-        kind = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[step.dtype]
-        self._counts.append(kind.from_address(step.data_ptr()))
-
-    def refresh(self) -> bool:
-        counts = {count.value for count in self._counts}
-        if len(counts) != 1:
-            return False
-        value = counts.pop()
-        if value != self.value:
-            self.tensor.fill_(value)
-            self.value = value
-        return True
-
-    def advance(self) -> None:
-        """Counts a step, on the host: the graph has counted on the device."""
-        self.value += 1
-        for count in self._counts:
-            count.value = self.value
-
-
 class Binding:
     """The tensors of `optimizer` that an update of `params` reads and writes.
 
@@ -154,13 +121,7 @@ class Binding:
         self._found_inf = found_inf
         self.params = tuple(params)
         self.style: Style = self._choose_style(composed)
-        if found_inf is not None and self.style == "composed":
-            missing = self._refuse_fused()
-            remedy = missing.remedy if missing else "keep betas, momentum and weight decay constant"
-            reason = f": {missing.reason}" if missing else ""
-            raise RefusedError(Refusal(f"a gradient scaler needs the optimizer's fused update{reason}", remedy=remedy))
-        self._mirrors: dict[float, _StepMirror] = {}
-        self._host_steps: list[torch.Tensor] = []
+        self._mirrors = Mirrors(rule)
         self._group_ids = _group_ids(optimizer)
         self._selection = self._select()
         self._slots = self._make_slots()
@@ -168,7 +129,7 @@ class Binding:
         self._latest_state: list[tuple[Any, ...]] | None = None
         self._state_tensors = [tensor for _, tensors in self._watched for _, tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._state_tensors]
-        self._counted = (*self.params, *self._host_steps)  # tensors whose versions an update counts
+        self._counted = (*self.params, *self._mirrors.originals)  # tensors whose versions an update counts
         self._write_scalars()
 
     @staticmethod
@@ -178,7 +139,7 @@ class Binding:
         if isinstance(rule, Refusal):
             raise RefusedError(rule)
         group = next(group for group in optimizer.param_groups if any(param is other for other in group["params"]))
-        names = (*rule.state_names(group), *(("step",) if rule.has_step else ()))
+        names = (*rule.state_names(group), *rule.scalar_names(), *(("step",) if rule.has_step else ()))
         state = optimizer.state.get(param, {})
         return all(isinstance(state.get(name), torch.Tensor) for name in names)
 
@@ -188,7 +149,7 @@ class Binding:
         for slot in self._slots:
             tensors += [tensor for values in slot.state.values() for tensor in values]
             tensors += [*slot.steps, *slot.scalars.values()]
-        return list({id(tensor): tensor for tensor in tensors}.values())
+        return _distinct(tensors)
 
     def update(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -264,20 +225,19 @@ class Binding:
 
     def follow_counts(self) -> bool:
         """Makes the step counts those of the coming step; False if they no longer agree."""
-        return not self._mirrors or all(mirror.refresh() for mirror in self._mirrors.values())
+        return self._mirrors.refresh()
 
     def advance(self, skipped: bool = False) -> None:
         """What `optimizer.step()` does on the host: counts, and tells schedulers and autograd that it ran."""
         note_step(self._optimizer)
         if skipped:
             return
-        for mirror in self._mirrors.values():
-            mirror.advance()
+        self._mirrors.advance(self._groups())
         torch.autograd.graph.increment_version(self._counted)
 
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
-        return bool(self._host_steps)
+        return bool(self._mirrors.originals)
 
     def _choose_style(self, composed: bool) -> Style:
         if not composed and self._refuse_fused() is None and self._is_uniform():
@@ -322,11 +282,13 @@ class Binding:
         slots = []
         for index, group in enumerate(self._groups()):
             params = [param for param in group["params"] if id(param) in wanted]
-            names = self._rule.state_names(group)
-            state = {name: [self._state(param, name) for param in params] for name in names}
+            if not params:
+                continue
+            state = {name: [self._state(param, name) for param in params] for name in self._rule.state_names(group)}
             steps = [self._step(param) for param in params] if self._rule.has_step else []
-            if params:
-                slots += self._split(_Slot(index, params, state, steps, self._make_scalars(group, params[0].device)))
+            for name in self._rule.scalar_names():
+                state[name] = [self._scalar(param, index, name) for param in params]
+            slots += self._split(_Slot(index, params, state, steps, self._make_scalars(group, params[0].device)))
         return slots
 
     def _watch(self) -> list[tuple[torch.nn.Parameter, list[tuple[str, torch.Tensor]]]]:
@@ -351,11 +313,11 @@ class Binding:
         return True
 
     def _split(self, slot: _Slot) -> list[_Slot]:
-        """Fused updates want one dtype a launch; composed ones also one step count."""
-        keys = [
-            (param.dtype, id(slot.steps[index]) if slot.steps and self.style == "composed" else None)
-            for index, param in enumerate(slot.params)
-        ]
+        """Fused updates want one dtype a launch; composed ones also one step count, if they read it, and scalars."""
+        shared = [slot.state[name] for name in self._rule.scalar_names()]
+        if slot.steps and self.style == "composed" and self._rule.reads_step:
+            shared.append(slot.steps)
+        keys = [(param.dtype, *(id(tensors[index]) for tensors in shared)) for index, param in enumerate(slot.params)]
         parts = []
         for key in dict.fromkeys(keys):
             chosen = [index for index, other in enumerate(keys) if other == key]
@@ -375,14 +337,10 @@ class Binding:
         return value
 
     def _step(self, param: torch.nn.Parameter) -> torch.Tensor:
-        step = self._state(param, "step")
-        if step.device == param.device:
-            return step
-        value = float(step)
-        mirror = self._mirrors.setdefault(value, _StepMirror(value, param.device))
-        mirror.follow(step)
-        self._host_steps.append(step)
-        return mirror.tensor
+        return self._mirrors.step(self._state(param, "step"), param.device)
+
+    def _scalar(self, param: torch.nn.Parameter, group: int, name: str) -> torch.Tensor:
+        return self._mirrors.scalar(name, self._state(param, name), self._state(param, "step"), group, param.device)
 
     def _make_scalars(self, group: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
         # The fused operators read a float32 learning rate on the device, and any dtype on the CPU.
@@ -405,7 +363,7 @@ class Binding:
         for slot in self._slots:
             for name, value in self._numbers(self._groups()[slot.group]).items():
                 if isinstance(value, torch.Tensor):
-                    slot.scalars[name].copy_(value)
+                    slot.scalars[name].copy_(value.reshape(()))
                     slot.written.pop(name, None)
                 elif slot.written.get(name) != value:
                     slot.scalars[name].fill_(value)
@@ -427,8 +385,17 @@ class Binding:
         options = self._groups()[slot.group]
         if self.style == "fused":
             self._rule.fused(params, grads, state, steps, scalars["lr"], options, found_inf)
-        else:
-            self._rule.composed(params, grads, state, steps[0] if steps else None, scalars, options)
+            return
+        step, changing = steps[0] if steps else None, _distinct([*params, *itertools.chain(*state.values())])
+        before = [] if found_inf is None else [tensor.clone() for tensor in changing]
+        self._rule.composed(params, grads, state, step, scalars, options)
+        if found_inf is not None:
+            for tensor, value in zip(changing, before, strict=True):
+                tensor.copy_(torch.where(found_inf == 1, value, tensor))
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:

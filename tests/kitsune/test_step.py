@@ -417,12 +417,12 @@ def test_a_kitsune_optimizer_is_taken_over() -> None:
 def test_an_optimizer_without_a_rule_runs_eagerly() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
-        return model, torch.optim.RMSprop(model.parameters())
+        return model, torch.optim.Adafactor(model.parameters())
 
     training = compare("train_step", build, replays=0)
     status = training.status()
     assert status.mode == "eager"
-    assert "RMSprop" in status.reason
+    assert "Adafactor" in status.reason
 
 
 def test_a_subclass_of_a_known_optimizer_runs_eagerly() -> None:

@@ -207,6 +207,77 @@ def test_step_counts_that_torch_keeps_on_the_host() -> None:
     assert binding.refresh() == "the optimizer's step counts"
 
 
+def test_the_product_of_momenta_that_torch_keeps_on_the_host() -> None:
+    """It is computed there as torch computes it, bit for bit, for each group with its own numbers."""
+
+    def make() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        params = [nn.Parameter(torch.empty(size, device="meta")) for size in (3, 2, 4)]
+        groups = [{"params": params[:2]}, {"params": params[2:], "momentum_decay": 0.3}]
+        optimizer = torch.optim.NAdam(groups, lr=0.1, foreach=False)
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+        return params, optimizer
+
+    def products(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[float]:
+        return [float(optimizer.state[param]["mu_product"]) for param in params]
+
+    (expected, torchs), (params, optimizer) = make(), make()
+    binding = Binding(optimizer, params)
+    mirrors = [tensor for tensor in binding.inputs() if tensor.device.type == "meta" and tensor.dim() == 0]
+    assert len(mirrors) == 3 + 2 * 6, "a step count, two products, and the numbers of two groups"
+    for step in range(20):
+        if step == 5:
+            torchs.param_groups[0]["betas"] = optimizer.param_groups[0]["betas"] = (0.7, 0.9)
+        torchs.step()
+        assert binding.refresh() is None
+        binding.advance()
+        assert products(params, optimizer) == products(expected, torchs)
+        assert float(optimizer.state[params[0]]["step"]) == step + 2
+    before = products(params, optimizer)
+    binding.advance(skipped=True)
+    assert products(params, optimizer) == before
+    versions = optimizer.state[params[0]]["mu_product"]._version
+    for param in params[:2]:
+        optimizer.state[param]["mu_product"].fill_(0.5)
+    assert binding.refresh() is None, "products that moved together are followed"
+    binding.advance()
+    assert optimizer.state[params[0]]["mu_product"]._version > versions
+    optimizer.state[params[0]]["mu_product"].fill_(0.25)
+    assert binding.refresh() == "the optimizer's step counts"
+
+
+@pytest.mark.parametrize("name", ["eta", "mu"])
+def test_a_scalar_that_torch_does_not_keep_on_the_host_is_not_followed_there(name: str) -> None:
+    param = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.ASGD([param], foreach=False)
+    scalars = {key: torch.ones((), device="meta") for key in ("step", "eta", "mu")}
+    optimizer.state[param] = {**scalars, "ax": torch.empty_like(param), name: torch.ones(())}
+    with pytest.raises(RefusedError, match=f"state '{name}' is on cpu, unlike its parameter"):
+        Binding(optimizer, [param])
+
+
+def test_a_step_count_on_another_device_is_refused() -> None:
+    params, optimizer = pair()
+    optimizer.state[params[0]]["step"] = torch.ones((), device="meta")
+    with pytest.raises(RefusedError, match="state 'step' is on meta, unlike its parameter"):
+        Binding(optimizer, params)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.Rprop])
+def test_rules_that_do_not_read_the_step_count_update_all_at_once(kind: type[torch.optim.Optimizer]) -> None:
+    params, optimizer = pair(kind)
+    binding = Binding(optimizer, params)
+    assert len(binding.inputs()) == 2 * len(optimizer.state[params[0]]) + len(binding._slots[0].scalars)
+    assert len(binding._slots) == 1
+
+
+def test_a_learning_rate_of_one_element() -> None:
+    params, optimizer = pair(torch.optim.SGD, lr=torch.tensor([0.25]))
+    (rate,) = Binding(optimizer, params).inputs()
+    assert float(rate) == 0.25
+
+
 def test_inputs_are_listed_once_and_in_order() -> None:
     params, optimizer = pair(amsgrad=True)
     binding = Binding(optimizer, params)
