@@ -41,6 +41,10 @@ class StepSpec:
     accumulate: int = 1
     keep_grads: bool = False
 
+    def owned(self) -> list[torch.nn.Parameter]:
+        """The optimizer's parameters, those included that are frozen."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
     def params(self) -> list[torch.nn.Parameter]:
         """The parameters that the step trains."""
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.requires_grad]

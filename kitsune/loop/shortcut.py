@@ -134,7 +134,7 @@ def _facts(repetition: Repetition, spec: StepSpec, program: StepProgram, recordi
         *update,
     ]
     if not spec.keep_grads:
-        facts += [attribute(param, "grad") for param in trained]
+        facts += [attribute(param, "grad") for param in spec.owned()]
     if scaler is not None:
         facts += [result(scaling, scaler), attribute(scaler, "_scale"), attribute(scaler, "_growth_tracker")]
     return facts_type()(facts)

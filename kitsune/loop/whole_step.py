@@ -268,7 +268,7 @@ class WholeStep(GuardedStep):
     def _leave_gradients(self, outputs: Sequence[torch.Tensor]) -> None:
         """Leaves in `.grad` what the step is to leave there; most often nothing."""
         assert self._program is not None
-        for param in self._trained:
+        for param in self._spec.owned():
             if param.grad is not None:
                 param.grad = None
         for param, grad in zip(self._program.params, outputs[1:], strict=False):

@@ -1,0 +1,111 @@
+"""Whether a run with Kitsune has done what the run by hand has done.
+
+Forward passes, losses, backward passes, gradients, buffers and random numbers come from the same operators and must be
+equal bit by bit. So must parameters and optimizer state, unless Kitsune's update rounds in another way. Then each is
+held against what the update would be in float64, given the state and the gradients that it found: such a run starts
+each iteration from where the run by hand is, or rounding would grow from step to step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from tests.kitsune.differential.loop import Run, Seen
+from tests.kitsune.differential.programs import Program
+from tests.kitsune.training import Observation
+
+UNITS = 4
+
+
+def run_both(program: Program, form: str, kind: type[Run] = Run) -> tuple[list[str], Run]:
+    """Runs a program by hand and in `form`.
+
+    Returns:
+        What differs, in the first iteration where anything does; and the run in `form`, which is of that `kind`.
+    """
+    eager = Run(program, "eager")
+    wanted = list(eager.iterations())
+    run = kind(program, form)
+    rounds = program.rounds_differently(form)
+    for index, (seen, other) in enumerate(zip(run.iterations(), wanted, strict=True)):
+        differences = disagreements(seen.observed, other, rounds=rounds, ignored=_ignored(run, other))
+        if differences:
+            return [f"iteration {index}: {line}" for line in differences], run
+        if rounds:
+            run.set({name: other.observed[name] for name in other.exact})
+    kept = zip(run.kept, eager.kept, strict=True)
+    return [f"kept tensor {index}" for index, (one, two) in enumerate(kept) if not _equal(one, two)], run
+
+
+def disagreements(found: Observation, wanted: Seen, *, rounds: bool, ignored: set[str]) -> list[str]:
+    """What is not as it should be: see the top of this module."""
+    if found.keys() != wanted.observed.keys():
+        return [f"present: {sorted(found.keys() ^ wanted.observed.keys())}"]
+    differing = [
+        name for name, value in wanted.observed.items() if name not in ignored and not _equal(found[name], value)
+    ]
+    allowed = tolerances(wanted) if rounds else {}
+    result = []
+    for name in differing:
+        one, two = found[name], wanted.observed[name]
+        if one is None or two is None:
+            result.append(f"{name} is {_brief(one)}, not {_brief(two)}")
+            continue
+        if name not in allowed:
+            result.append(f"{name} is off by {_distance(one, two):.3g}")
+            continue
+        error = _distance(one, wanted.exact[name].value)
+        if not error <= allowed[name]:
+            result.append(f"{name} is off by {error:.3g}, {allowed[name]:.3g} is allowed")
+    return result
+
+
+def tolerances(wanted: Seen) -> dict[str, float]:
+    """Of gradients, parameters and optimizer state: twice the error of the update by hand, and a few last places.
+
+    Errors are relative to a tensor's largest element. That by hand is taken to be its largest among all tensors of the
+    kind (parameters, first moments, ...), as tensors of few elements may be right by chance. So may the norm of all
+    gradients, by which they are clipped: hence more than one unit.
+    """
+    errors: dict[str, float] = defaultdict(float)
+    scales = {name: max(exact.scale, torch.finfo(torch.float32).tiny) for name, exact in wanted.exact.items()}
+    for name, exact in wanted.exact.items():
+        value = wanted.observed[name]
+        assert value is not None
+        errors[_kind(name)] = max(errors[_kind(name)], _distance(value, exact.value) / scales[name])
+    least = UNITS * torch.finfo(torch.float32).eps
+    return {name: (2 * errors[_kind(name)] + least) * scale for name, scale in scales.items()}
+
+
+def _kind(name: str) -> str:
+    kind = name.rpartition(".")[2]
+    return "parameter" if kind in ("weight", "bias") else kind
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.allclose(one.double(), other.double(), rtol=0, atol=0, equal_nan=True)
+    )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return (one.double() - other.double()).abs().max().item() if one.shape == other.shape else float("inf")
+
+
+def _brief(value: Tensor | None) -> str:
+    return "None" if value is None else f"of shape {tuple(value.shape)}"
+
+
+def _ignored(run: Run, wanted: Seen) -> set[str]:
+    """Gradients of parameters that the optimizer does not own: `TrainStep` makes none."""
+    if run.training.train_step is None:
+        return set()
+    owned = {id(param) for group in run.training.plain.param_groups for param in group["params"]}
+    return {f"{name}.grad" for name, param in run.training.model.named_parameters() if id(param) not in owned}

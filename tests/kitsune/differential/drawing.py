@@ -1,0 +1,98 @@
+"""Draws programs: what hypothesis may choose, and what it shrinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.kitsune.differential.actions import AT_TIMES, BEFORE, IN_THE_LOOP, MORE_GROUPS
+from tests.kitsune.differential.programs import LAYERS, NESTED, SCHEDULERS, Layer, Program, shares_weights
+
+
+@st.composite
+def programs(draw: st.DrawFn, form: str) -> Program:
+    """Programs that can run in `form`."""
+    in_a_loop = form == "drop_in"
+    names = {*BEFORE, *IN_THE_LOOP} if in_a_loop else {*BEFORE}
+    optimizer, options, bias_options = draw(_optimizers())
+    scheduler = draw(st.none() | st.sampled_from(sorted(SCHEDULERS)))
+    if scheduler is not None:
+        names -= MORE_GROUPS  # a scheduler knows the rates of those groups only that were there when it was made
+    if scheduler == "one_cycle" and optimizer in ("SGD", "RMSprop"):
+        options = {**options, "momentum": 0.9}
+    iterations = draw(st.integers(5, 8))
+    events = draw(st.lists(st.tuples(st.integers(2, iterations - 1), st.sampled_from(sorted(names))), max_size=3))
+    micro_batches = draw(st.sampled_from((1, 1, 1, 2, 3, 4)))
+    sizes = ("constant", "constant", "smaller last", "alternating") + (("ragged",) if micro_batches > 1 else ())
+    layers = tuple(draw(st.lists(_layers(), max_size=4)))
+    losses = draw(st.lists(st.sampled_from(("cross_entropy", "smoothed", "mse")), min_size=1, max_size=2, unique=True))
+    # In a loop, the gradient of a shared weight with a penalty has three terms, and a replay adds up the model's first.
+    if not (in_a_loop and shares_weights(layers)) and draw(st.booleans()):
+        losses.insert(draw(st.integers(0, len(losses))), "penalty")
+    return Program(
+        inputs=draw(st.sampled_from(("features", "images", "tokens"))),
+        layers=layers,
+        unused=draw(st.booleans()),
+        losses=tuple(losses),
+        optimizer=optimizer,
+        options=options,
+        bias_options=bias_options,
+        scheduler=scheduler,
+        autocast=draw(st.booleans()),
+        micro_batches=micro_batches,
+        clip=draw(st.sampled_from((None, None, "norm", "value") if in_a_loop else (None, "norm"))),
+        zero=draw(st.sampled_from(("before", "before", "after", "between", "model"))) if in_a_loop else "before",
+        set_to_none=draw(st.sampled_from((True, True, False))) if in_a_loop else True,
+        sizes=draw(st.sampled_from(sizes)),
+        habits=tuple(draw(st.lists(st.sampled_from(sorted(names - AT_TIMES)), max_size=2, unique=True))),
+        events=tuple(sorted(set(events))),
+        iterations=iterations,
+        max_graphs=draw(st.sampled_from((8, 8, 8, 1))),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+def _layers() -> st.SearchStrategy[Layer]:
+    simple = st.sampled_from(["tied", *LAYERS])
+    several = st.lists(simple, min_size=1, max_size=3)
+    nested = st.tuples(st.sampled_from(NESTED), several).map(lambda drawn: (drawn[0], *drawn[1]))
+    return simple | simple | nested
+
+
+@st.composite
+def _optimizers(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    kind = draw(st.sampled_from(("SGD", "Adam", "AdamW")) | st.sampled_from(sorted(OPTIMIZERS)))
+    options = {"lr": 0.02, **draw(st.sampled_from(OPTIMIZERS[kind]))}
+    options |= draw(st.sampled_from(({}, {"weight_decay": 0.1}, {"maximize": True})))
+    bias_options = draw(st.sampled_from((None, {"lr": 0.01, "weight_decay": 0.0}, {"weight_decay": 0.2})))
+    if kind == "Rprop":
+        options.pop("weight_decay", None)
+        bias_options = None
+    forms: list[dict[str, Any]] = [{}, {"foreach": True}]
+    if options.get("nesterov"):
+        forms.pop()  # test_found.py: torch then leaves other gradients behind
+    if kind in FUSED:
+        forms += [{"fused": True}] * 3
+    return kind, {**draw(st.sampled_from(forms)), **options}, bias_options
+
+
+FUSED = ("SGD", "Adam", "AdamW")
+OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [
+        {"lr": 0.05},
+        {"lr": 0.05, "momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.8, "dampening": 0.3},
+    ],
+    "Adam": [{}, {"betas": (0.8, 0.9)}, {"amsgrad": True}, {"eps": 1e-3}],
+    "AdamW": [{}, {"betas": (0.8, 0.9)}, {"amsgrad": True}],
+    "NAdam": [{}, {"decoupled_weight_decay": True}, {"momentum_decay": 0.1}],
+    "RAdam": [{}, {"decoupled_weight_decay": True}, {"betas": (0.5, 0.7)}],
+    "Adamax": [{}, {"betas": (0.8, 0.9)}],
+    "Adagrad": [{}, {"lr_decay": 0.1}, {"initial_accumulator_value": 0.1}],
+    "Adadelta": [{"lr": 1.0}, {"rho": 0.8}],
+    "RMSprop": [{}, {"momentum": 0.9}, {"centered": True}],
+    "Rprop": [{}, {"etas": (0.6, 1.1)}],
+    "ASGD": [{}, {"lambd": 0.1, "t0": 3}],
+}

@@ -1,0 +1,156 @@
+"""Training loops that nobody has thought of: drawn at random, with Kitsune they do what they do without it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from statistics import mean
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, note, settings
+from torch import Tensor, nn
+
+from tests.kitsune.differential.agreement import run_both
+from tests.kitsune.differential.drawing import programs
+from tests.kitsune.differential.loop import Run
+from tests.kitsune.differential.programs import Program
+from tests.kitsune.training import FORMS, Training, adam, batch
+
+NUM_PROGRAMS = {"drop_in": 50, "train_step": 15}  # captures of a whole step take longer
+LEAST_SHARE = 0.5
+WRONG_AT = 3
+
+
+def collect() -> None:
+    """What captures leave behind would make every collection take longer than the one before."""
+    gc.collect()
+    gc.freeze()
+
+
+def check(form: str, num_programs: int) -> None:
+    """That many programs, most of whose iterations must have been replayed, or agreement means little."""
+    calls: list[float] = []
+    updates: list[float] = []
+
+    @settings(max_examples=num_programs, suppress_health_check=[HealthCheck.too_slow])
+    @given(programs(form))
+    def runs_alike(program: Program) -> None:
+        differences, run = run_both(program, form)
+        if differences:
+            note(str(run.training.status()))
+        assert not differences
+        calls.append(run.share_replayed())
+        updates.append(run.num_updates_replayed / program.iterations)
+        collect()
+
+    runs_alike()
+    assert min(mean(calls), mean(updates)) > LEAST_SHARE, "hardly anything was replayed"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loop_runs_as_without_kitsune(form: str) -> None:
+    check(form, NUM_PROGRAMS[form])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", FORMS)
+def test_many_loops_run_as_without_kitsune(form: str) -> None:
+    check(form, 10 * NUM_PROGRAMS[form])
+
+
+def test_a_weight_used_twice_under_autocast_has_a_gradient_as_accurate_as_by_hand(seed: int) -> None:
+    """Not the same: with autocast's cache it is added up in bfloat16 by hand, and in float32 by a replay."""
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype is torch.float32):
+                return super().forward(x).to(x.dtype)
+
+    def gradients(form: str, dtype: torch.dtype) -> Tensor:
+        torch.manual_seed(seed)
+        layer = nn.Linear(4, 4)
+        model = Net(layer, nn.Tanh(), layer).to(dtype)
+        training = Training(form, model, adam(model, lr=0.0))
+        found = []
+        for index in range(12):
+            training.step(*batch(index, dtype=dtype)[0])
+            assert layer.weight.grad is not None
+            found.append(layer.weight.grad.double())
+        assert form == "eager" or training.status().replays == 10
+        return torch.stack(found[2:])
+
+    exact = gradients("eager", torch.float64)
+    by_hand, replayed = ((gradients(form, torch.float32) - exact).norm() for form in ("eager", "drop_in"))
+    assert 0 < replayed <= 2 * by_hand
+
+
+# The check itself: it must find what might go wrong.
+
+
+class WrongRate(Run):
+    """One update whose rate is one part in a thousand too large."""
+
+    def update(self, index: int) -> None:
+        self._with_a_wrong_rate(index, lambda: super(WrongRate, self).update(index))
+
+    def whole_steps(self, index: int) -> list[Tensor]:
+        losses: list[Tensor] = []
+        self._with_a_wrong_rate(index, lambda: losses.extend(super(WrongRate, self).whole_steps(index)))
+        return losses
+
+    def _with_a_wrong_rate(self, index: int, act: Callable[[], None]) -> None:
+        groups = self.training.plain.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] *= 1 + 1e-3 * (index == WRONG_AT)
+        act()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class StaleInput(Run):
+    """One micro-batch is trained on as it was an iteration before."""
+
+    def batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        result = super().batches(index)
+        if index == WRONG_AT:
+            (x, y), (earlier, _) = result[0], super().batches(index - 1)[0]
+            result[0] = earlier[: len(x)] if len(earlier) >= len(x) else torch.cat([earlier, x[len(earlier) :]]), y
+        return result
+
+
+class DroppedGradient(Run):
+    """One gradient is lost."""
+
+    def update(self, index: int) -> None:
+        params = [param for group in self.training.plain.param_groups for param in group["params"]]
+        if index == WRONG_AT:
+            lost = next(param for param in params if param.grad is not None and param.grad.any())
+            lost.grad.zero_()
+        super().update(index)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("drop_in", WrongRate),
+        ("train_step", WrongRate),
+        ("drop_in", StaleInput),
+        ("train_step", StaleInput),
+        ("drop_in", DroppedGradient),
+    ],
+)
+def test_the_check_notices(form: str, kind: type[Run]) -> None:
+    @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @given(programs(form))
+    def is_noticed(program: Program) -> None:
+        assume((WRONG_AT, "skip_update") not in program.events)
+        assume(kind is not WrongRate or program.optimizer != "Rprop")  # whose steps have sizes of their own
+        differences, _ = run_both(program, form, kind)
+        assert any(line.startswith(f"iteration {WRONG_AT}:") for line in differences)
+        collect()
+
+    is_noticed()
