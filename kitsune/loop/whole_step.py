@@ -259,8 +259,9 @@ class WholeStep(GuardedStep):
         assert contest is not None and program is not None
         outputs = self._replay_fastest(contest, inputs)
         self._since_capture += 1
-        if len(outputs) > 1 and contest.winner.executor.keeps_outputs:
-            outputs = [outputs[0], *(output.clone() for output in outputs[1:])]
+        given = 0 if self._handout is None else 1  # are the caller's already
+        if len(outputs) > given and contest.winner.executor.keeps_outputs:
+            outputs = [*outputs[:given], *(output.clone() for output in outputs[given:])]
         if program.binding is not None:
             program.binding.advance(_is_skipped(program))
         return outputs

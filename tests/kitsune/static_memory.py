@@ -36,6 +36,7 @@ class StaticMemory(CudaGraph):
         mutated: Collection[int],
         pool: GraphPool,
         warm_up: Sequence[Tensor] | None = None,
+        handout: None = None,
     ) -> None:
         self._run = run
         self._copied = sorted(copied)
