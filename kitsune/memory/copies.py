@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from kitsune.collection import spare_garbage_in_forks
+
 # PyTorch hands the same streams out again and again, 32 of each priority. With a priority that is used for nothing
 # else, no copy gets onto a stream on which another thread is recording a CUDA graph.
 _PRIORITY = -2
@@ -60,6 +62,7 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
+        spare_garbage_in_forks()
         self.device = device
         self.streams = [torch.cuda.Stream(device, priority=_PRIORITY) for _ in range(_NUM_STREAMS)]
         self._received: deque[torch.cuda.Event] = deque()

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from kitsune.collection import spare_garbage_in_forks
 from kitsune.timing.busy import keep_busy
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class _Events:
     """
 
     def __init__(self, device: torch.device) -> None:
+        spare_garbage_in_forks()
         self._device = device
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._head_start_us = _FIRST_HEAD_START_US

@@ -120,16 +120,21 @@ def test_where_it_cannot_be_done_it_is_refused_with_a_reason(monkeypatch: pytest
 
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("amp", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "lenet"])
-def test_whole_models_train_as_they_do_eagerly(name: str, amp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every template that fits."""
+@pytest.mark.parametrize(("name", "lr"), [("mlp", 0.01), ("lenet", 0.05)])
+def test_whole_models_train_as_they_do_eagerly(
+    name: str, lr: float, amp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every template that fits.
+
+    At these learning rates rounding stays rounding: parameters changed by a millionth change no loss by more than that.
+    """
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     workload = models.build(name, seed=0)
     snapshot = copy.deepcopy(workload.module.state_dict())
     losses = []
     for mode in ("auto", "eager"):
         workload.module.load_state_dict(snapshot)
-        optimizer = torch.optim.SGD(workload.module.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(workload.module.parameters(), lr=lr, momentum=0.9)
         step = kitsune.TrainStep(workload.module, workload.loss_fn, optimizer, mode=mode, enable_amp=amp, num_streams=1)
         losses.append(torch.stack([step(*workload.batch(4, index=index)) for index in range(STEPS)]))
         if mode == "auto":

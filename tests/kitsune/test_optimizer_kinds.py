@@ -123,7 +123,10 @@ def test_a_training_goes_on_elsewhere(forms: tuple[str, str], kind: Kind) -> Non
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cycle_of_rate_and_momentum(form: str, kind: Kind) -> None:
-    """It captures nothing anew."""
+    """It captures nothing anew.
+
+    Rates this high multiply the last bits of RMSprop's first updates tenfold.
+    """
 
     def edit(training: Training, index: int) -> None:
         if index == 0:
@@ -131,7 +134,7 @@ def test_a_cycle_of_rate_and_momentum(form: str, kind: Kind) -> None:
         else:
             training.memo["scheduler"].step()
 
-    compare(form, builder(kind), steps=12, edit=edit, **ROUNDING)
+    compare(form, builder(kind), steps=12, edit=edit, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", COMPOSED)

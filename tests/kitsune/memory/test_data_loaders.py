@@ -45,6 +45,7 @@ class Stream(IterableDataset[int]):
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
+    gc.collect()  # what earlier tests left is not for workers to destroy
     yield
     gc.collect()
     assert [thread for thread in threading.enumerate() if isinstance(thread, Reader)] == []
