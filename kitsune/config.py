@@ -47,7 +47,8 @@ class Config:
             `compile` and `max_memory`), else 1. `KitsuneOptimizer` in a loop uses one stream.
         enable_fusion: let `TrainStep` replace parts of the captured step by fused operators where they are measured
             to be faster, which takes up to a minute, once. It has an effect with `mode="auto"` (without `compile` and
-            `max_memory`) on a CUDA device with Triton. None: not yet. `KitsuneOptimizer` in a loop fuses nothing yet.
+            `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in a loop
+            fuses nothing yet.
         verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
             from the same state, which takes several times as long. What PyTorch does stands; after a difference that
             rounding does not explain, steps like that one run eagerly.
@@ -104,7 +105,7 @@ class Config:
 
     def fuses(self) -> bool:
         """Whether operators of a captured step shall be fused where they can be."""
-        return self._measures() and self.enable_fusion is True
+        return self._measures() and self.enable_fusion is not False
 
     def _measures(self) -> bool:
         """Whether plans may be tried."""

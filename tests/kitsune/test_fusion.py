@@ -45,7 +45,7 @@ class Judge:
 @pytest.fixture(autouse=True)
 def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("KITSUNE_ENABLE_FUSION", "1")
+    monkeypatch.delenv("KITSUNE_ENABLE_FUSION")  # it is the default
     monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
     monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
