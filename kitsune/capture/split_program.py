@@ -13,29 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from kitsune.capture.layout import TensorLayout
 from kitsune.capture.signature import refuse_arguments
 from kitsune.capture.trace import gradients, interpret, own_gradients, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 
 _TANGENTS = "kitsune_tangents"
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """Sizes, strides, dtype and device of a tensor."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorLayout:
-        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kitsune.device import refuse_triton
+from kitsune.device import current_stream, refuse_triton
 
 PLACES = 128
 """Results that one allocation serves."""
@@ -79,7 +79,7 @@ class _Row:
         return self._give
 
     def _give(self, replay: Replay) -> torch.Tensor:
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)  # the public way takes ten times as long
+        stream = current_stream(self._device)
         is_known = self._num_taken == self._num_written and stream == self._stream
         if not is_known or self._num_taken == len(self._places):
             self._renew(stream)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from kitsune.capture.following import unfollowed
 from kitsune.capture.signature import call_signature
 from kitsune.capture.watch import refuse_function_modes, refuse_module
 from kitsune.config import Config
@@ -72,6 +73,7 @@ class DropInLoop:
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
         eager = self._calls[id(module)]
+        args, kwargs = unfollowed(args), unfollowed(kwargs)
         if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
         if (mode := refuse_function_modes()) is not None:
@@ -196,9 +198,7 @@ class DropInLoop:
         mode, reason = self._mode()
         covered: tuple[str, ...] = ()
         if mode == "replay" and latest is not None:
-            covered = (("forward", "backward") if latest.executor else ()) + (
-                ("update",) if self._latest_updated else ()
-            )
+            covered = (*latest.covered, *(["update"] if self._latest_updated else []))
         return Status(
             mode=mode,
             reason=reason,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from kitsune.capture.split_program import SplitProgram, TensorLayout, trace_split, without_tangents
+from kitsune.capture.layout import TensorLayout
+from kitsune.capture.split_program import SplitProgram, trace_split, without_tangents
 from kitsune.config import Config
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
@@ -19,9 +21,11 @@ from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop.following import SPENT, Following, Tail
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
+from kitsune.loop.tail_step import TailStep
 
 
 class SplitStep(GuardedStep):
@@ -60,6 +64,13 @@ class SplitStep(GuardedStep):
         """What runs the captured graphs; None while there are none."""
         return None if self._graphs is None else self._graphs.forward.executor.name
 
+    @property
+    def covered(self) -> tuple[str, ...]:
+        """What of the latest call and its backward pass was replayed, as a `Status` names it."""
+        if self._graphs is None:
+            return ()
+        return ("forward", "loss", "backward") if self._graphs.has_replayed_loss else ("forward", "backward")
+
     def watch_backward(self, output: Any) -> None:
         """Refuses the signature if the backward pass of an eager call is differentiated, before a replay meets that."""
         if self.chooser.settled:
@@ -90,7 +101,7 @@ class SplitStep(GuardedStep):
 
     def _drop(self) -> None:
         if self._graphs is not None:
-            self._graphs.release(self._gradients)
+            self._graphs.release()
         self._graphs = None
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -104,7 +115,7 @@ class SplitStep(GuardedStep):
                 Refusal("the model is called again before the backward pass of its last call"), passing=True
             )
         outputs: Sequence[torch.Tensor] = _Replay.apply(self._graphs, *flat)  # type: ignore[no-untyped-call]
-        return outputs
+        return self._graphs.followed(outputs)
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
         self.verified = 0
@@ -120,7 +131,18 @@ class SplitStep(GuardedStep):
         except RefusedError:
             forward.release()
             raise
-        return _Graphs(program, forward, backward, self._gradients, stable, again, self._refuse_backward)
+        tails = self._tail_step(program, forward, [flat[place] for place in program.gradient_places], known)
+        return _Graphs(program, forward, backward, self._gradients, stable, again, self._refuse_backward, tails)
+
+    def _tail_step(
+        self, program: SplitProgram, forward: Recording, trained: Sequence[torch.Tensor], known: Collection[int]
+    ) -> TailStep | None:
+        """For a call of which parameters alone get gradients; those of others are autograd's to pass on."""
+        if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
+            return None
+        return TailStep(
+            program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log
+        )
 
     def _refuse_backward(self) -> None:
         refusal = Refusal("the backward pass is differentiated or batched (create_graph, is_grads_batched)")
@@ -164,16 +186,21 @@ class _Graphs:
         stable: Collection[int],
         again: fx.GraphModule | None,
         on_backward_again: Callable[[], None],
+        tail_step: TailStep | None,
     ) -> None:
         self.program = program
+        self.tail_step = tail_step
+        self._tails: list[Tail] = []
         self.forward = forward
         self.again = again
         self._stable = frozenset(stable)
         self._on_backward_again = weakref.WeakMethod(on_backward_again)
         self.copied_backwards = 0
+        self.has_replayed_loss = False  # in the backward pass of the latest call
         self._backward = backward
         self._backwards_in_order = {frozenset[int](): InOrder(program.backward)}
         self._pending: weakref.ref[Any] | None = None
+        self._gradients = gradients
         self._static = backward.executor.static_outputs() if backward is not None else []
         gradients.update((tensor.data_ptr(), tensor) for tensor in self._static)
         self._handed_out = HandedOut(self._static)
@@ -186,6 +213,43 @@ class _Graphs:
         if self.forward.executor.keeps_outputs:
             outputs = [output.clone() for output in outputs]
         return outputs, values[count:]
+
+    def followed(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The outputs of a call as the loop gets them."""
+        self.has_replayed_loss = False
+        if self.tail_step is None or (self._tails and all(tail.refused for tail in self._tails)):
+            return outputs
+        node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
+        following = Following(outputs, self._tails, partial(self._run_tail, node))
+        return following.outputs(self.program.differentiable)
+
+    def _run_tail(
+        self, node: Any, tail: Tail, outputs: Sequence[torch.Tensor], wanted: Sequence[int]
+    ) -> Mapping[int, torch.Tensor] | None:
+        """See `kitsune.loop.following.Backward`; `node` is the call's in autograd's graph."""
+        assert self.tail_step is not None
+        try:
+            saved = node.saved_tensors[: node.num_saved]
+        except RuntimeError:  # edited in place, or freed
+            return None
+        if node.static is not None:
+            saved, outputs = node.static, self.forward.executor.static_outputs()[: len(outputs)]
+        results = self.tail_step(tail, saved, outputs, wanted)
+        if results is not None:
+            node.is_spent = self.has_replayed_loss = True
+            self._drop_backward()
+        return results
+
+    def _drop_backward(self) -> None:
+        """Gives up the graph of backward passes from the outputs on: those from the loss on take its place."""
+        if self._backward is None or self._handed_out.in_use():
+            return
+        self._backward.release()
+        self._backward = None
+        for tensor in self._static:
+            self._gradients.pop(tensor.data_ptr(), None)
+        self._static = []
+        self._handed_out = HandedOut([])
 
     def divide(self, flat: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The stable inputs, and the arguments, of a call that may have to be run again; none of one that cannot be."""
@@ -253,7 +317,7 @@ class _Graphs:
     def is_pending(self) -> bool:
         """Whether the saved values of the last call may still be needed by its backward pass."""
         context = None if self._pending is None else self._pending()
-        if context is None or not self.forward.executor.keeps_outputs:
+        if context is None or context.is_spent or not self.forward.executor.keeps_outputs:
             return False
         try:
             _ = context.saved_tensors
@@ -264,13 +328,15 @@ class _Graphs:
     def now_pending(self, context: Any) -> None:
         self._pending = weakref.ref(context)
 
-    def release(self, gradients: dict[int, torch.Tensor]) -> None:
+    def release(self) -> None:
         for tensor in self._static:
-            gradients.pop(tensor.data_ptr(), None)
+            self._gradients.pop(tensor.data_ptr(), None)
         if not self.is_pending():
             self.forward.release()
             if self._backward is not None:
                 self._backward.release()
+            if self.tail_step is not None:
+                self.tail_step.release()
 
 
 class _Replay(torch.autograd.Function):
@@ -280,6 +346,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graphs: _Graphs, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, saved = graphs.run_forward(flat)
         ctx.graphs = graphs
+        ctx.is_spent = False  # set when a replay has done what `backward` would
         ctx.num_inputs = len(flat)
         stable, arguments = graphs.divide(flat)
         ctx.stable = stable
@@ -301,6 +368,8 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_spent:
+            raise RuntimeError(SPENT)
         saved = ctx.saved_tensors  # raises if an input was edited in place, or if the backward pass ran already
         graphs: _Graphs = ctx.graphs
         differentiable = graphs.program.differentiable

@@ -1,0 +1,162 @@
+"""Tensors that tell a follower what is done with them, some of them before they have a value.
+
+This is the only module that makes tensor subclasses. `_make_wrapper_subclass` and `DisableTorchFunctionSubclass` are
+what torch's documentation of subclasses uses; they have no public names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kitsune.capture.layout import TensorLayout
+
+plainly = torch._C.DisableTorchFunctionSubclass
+"""Inside, followed tensors are tensors like others."""
+
+
+class Follower(Protocol):
+    """Is asked instead of torch where a followed tensor is an argument."""
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function of torch, which may be a method or the getter of an attribute."""
+
+    def value(self, place: int) -> Tensor:
+        """The plain tensor that a pending one stands for."""
+
+
+class FollowedTensor(Tensor):
+    """A tensor of which `follower` knows by the name `place`. It is a tensor like others in all else.
+
+    Without a `place` it lies in the memory of one that has one.
+    """
+
+    follower: Follower
+    place: int | None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        follower = None if function in _METADATA else _follower(args) or _follower(tuple(kwargs.values()))
+        if follower is not None:
+            return follower.call(function, args, kwargs)
+        with plainly():
+            return function(*args, **kwargs)
+
+
+class PendingTensor(FollowedTensor):
+    """A tensor without storage: its value is computed when it is asked for.
+
+    Code that torch does not tell of (script functions, extensions) reaches `__torch_dispatch__`, and gets the value.
+    The gradient that autograd has for it, after a function that torch does not tell of, goes on from the value.
+    """
+
+    place: int
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stubs leave an argument out
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch.no_grad():
+            return function(*valued(args), **valued(kwargs or {}))
+
+
+def followed(tensor: Tensor, follower: Follower, place: int | None) -> FollowedTensor:
+    """The same tensor, followed."""
+    result = tensor.as_subclass(FollowedTensor)
+    result.follower, result.place = follower, place
+    return result
+
+
+def pending(layout: TensorLayout, follower: Follower, place: int) -> PendingTensor:
+    """A tensor to be computed later, which requires a gradient."""
+    result: PendingTensor = Tensor._make_wrapper_subclass(
+        PendingTensor, layout.size, layout.stride, dtype=layout.dtype, device=layout.device, requires_grad=True
+    )
+    result.follower, result.place = follower, place
+    with plainly():
+        result.register_hook(_Onward(follower, place))  # type: ignore[no-untyped-call]
+    return result
+
+
+def valued(argument: Any) -> Any:
+    """`argument` with values for pending tensors, in lists, tuples and dictionaries too."""
+    return _mapped(argument, lambda one: one.follower.value(one.place) if isinstance(one, PendingTensor) else one)
+
+
+def unfollowed(argument: Any) -> Any:
+    """`argument` with plain tensors for followed ones, in lists, tuples and dictionaries too."""
+    with plainly():
+        return _mapped(valued(argument), lambda one: one.as_subclass(Tensor))
+
+
+def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:
+    if isinstance(argument, FollowedTensor):
+        return function(argument)
+    kind = type(argument)
+    if kind is dict:
+        items = {name: _mapped(item, function) for name, item in argument.items()}
+        return argument if all(items[name] is item for name, item in argument.items()) else items
+    if kind is list or isinstance(argument, tuple):
+        found = [_mapped(item, function) for item in argument]
+        if all(one is other for one, other in zip(found, argument, strict=True)):
+            return argument
+        return kind(*found) if hasattr(argument, "_fields") else kind(found)
+    return argument
+
+
+class _Onward:
+    """A hook of a pending tensor: what reaches it has come by a way that was not followed."""
+
+    def __init__(self, follower: Follower, place: int) -> None:
+        self._follower, self._place = follower, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        torch.autograd.backward(self._follower.value(self._place), gradient)
+
+
+def _follower(arguments: tuple[Any, ...]) -> Follower | None:
+    for argument in arguments:
+        if isinstance(argument, FollowedTensor):
+            return argument.follower
+        if isinstance(argument, (list, tuple)):
+            found = _follower(tuple(argument))
+            if found is not None:
+                return found
+    return None
+
+
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "itemsize")
+} | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.element_size,
+    Tensor.nelement,
+    Tensor.ndimension,
+    Tensor.__len__,
+    Tensor.get_device,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+"""What tensors can tell of themselves without a value, and what tells nobody how to change them."""

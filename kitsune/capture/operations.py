@@ -1,0 +1,113 @@
+"""What a loop does with the outputs of a model, as a list of calls of torch's functions that can be run again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitsune.capture.following import FollowedTensor, Follower, plainly
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+_VALUE, _GIVEN, _CONSTANT = "value", "given", "constant"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A call of a function of torch. Two are equal if they do the same with tensors of the same layouts.
+
+    Attributes:
+        function: the function, method or getter.
+        args, kwargs: descriptions of the arguments.
+        autocast: whether autocast was on, and its data type.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    autocast: tuple[bool, torch.dtype | None]
+
+    def run(self, values: Mapping[int, Tensor], given: Sequence[Tensor]) -> Any:
+        """Calls the function again.
+
+        Args:
+            values: those that stand for followed tensors, by place.
+            given: for the tensors that were not followed, in the order of the arguments.
+        """
+        rest = iter(given)
+        args = [_filled(one, values, rest) for one in self.args]
+        kwargs = {name: _filled(one, values, rest) for name, one in self.kwargs}
+        enabled, dtype = self.autocast
+        kind = next(iter(values.values())).device.type
+        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+            return self.function(*args, **kwargs)
+
+
+def described(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    follower: Follower,
+    kind: str,
+) -> tuple[Operation, list[Tensor]] | None:
+    """The present call of `function`, and its tensors that `follower` does not follow.
+
+    None if it cannot be run again: it has other arguments than tensors, numbers and names, or an outer tensor has a
+    gradient of its own.
+
+    Args:
+        kind: the type of the device whose autocast counts.
+    """
+    given: list[Tensor] = []
+    try:
+        described_args = tuple([_described(one, follower, given) for one in args])
+        described_kwargs = tuple([(name, _described(one, follower, given)) for name, one in kwargs.items()])
+    except LookupError:
+        return None
+    enabled = torch.is_autocast_enabled(kind)
+    autocast = (enabled, torch.get_autocast_dtype(kind) if enabled else None)
+    return Operation(function, described_args, described_kwargs, autocast), given
+
+
+def _described(argument: Any, follower: Follower, given: list[Tensor]) -> tuple[Any, ...]:
+    if isinstance(argument, FollowedTensor) and argument.place is not None:
+        if argument.follower is not follower:
+            raise LookupError("a tensor of another call")
+        return _VALUE, argument.place
+    if isinstance(argument, Tensor):
+        if (
+            argument.requires_grad
+            or type(argument) not in (Tensor, FollowedTensor)
+            or argument.layout is not torch.strided
+        ):
+            raise LookupError("a tensor that needs more than its numbers")
+        with plainly():
+            given.append(argument.as_subclass(Tensor))
+        return _GIVEN, argument.shape, argument.stride(), argument.dtype, argument.device
+    kind = type(argument)
+    if kind is list or kind is tuple:
+        return kind, *[_described(one, follower, given) for one in argument]
+    if kind is slice:
+        return kind, *[_described(one, follower, given) for one in (argument.start, argument.stop, argument.step)]
+    if kind is float:
+        return _CONSTANT, kind, argument, math.copysign(1.0, argument)
+    if argument is Ellipsis or kind in _CONSTANTS:
+        return _CONSTANT, kind, argument
+    raise LookupError(f"a {kind.__name__}")
+
+
+def _filled(description: tuple[Any, ...], values: Mapping[int, Tensor], given: Iterator[Tensor]) -> Any:
+    kind, *parts = description
+    if kind is _VALUE:
+        return values[parts[0]]
+    if kind is _GIVEN:
+        return next(given)
+    if kind is _CONSTANT:
+        return parts[1]
+    items = [_filled(part, values, given) for part in parts]
+    return slice(*items) if kind is slice else kind(items)

@@ -1,0 +1,96 @@
+"""The backward pass of a model from what the loop made of its outputs: one program of ATen operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kitsune.capture.layout import TensorLayout
+from kitsune.capture.operations import Operation
+from kitsune.capture.split_program import SplitProgram, without_tangents
+from kitsune.capture.trace import gradients, interpret, trace
+from kitsune.errors import Refusal, RefusedError
+from kitsune.graph import dataflow
+
+
+@dataclass(frozen=True)
+class TailProgram:
+    """What follows a forward program up to the gradients.
+
+    Attributes:
+        module: takes the values that the forward program has saved, its outputs, then the given tensors of the
+            operations; returns results of operations, the loss first if it is one, then gradients.
+        results: the places of those results.
+        gradient_places: positions of the flat inputs of the call that get the gradients.
+    """
+
+    module: fx.GraphModule
+    results: tuple[int, ...]
+    gradient_places: tuple[int, ...]
+
+
+def trace_tail(
+    program: SplitProgram,
+    operations: Sequence[Operation],
+    root: int,
+    wanted: Sequence[int],
+    given: Sequence[Sequence[torch.Tensor]],
+) -> TailProgram:
+    """Traces the operations, the backward pass of the loss, and that of the call.
+
+    Args:
+        operations: what is done with the outputs; the place of an output is its index, the results follow.
+        root: the place of the loss.
+        wanted: the places of other results that are to be returned.
+        given: for each operation, the tensors that are no results.
+
+    Raises:
+        RefusedError: they cannot be captured.
+    """
+    counts = [len(some) for some in given]
+    num_outputs = len(program.differentiable)
+    returned = [node.meta["val"] for node in dataflow.outputs(program.forward.graph) if node is not None]
+    outputs, saved = returned[:num_outputs], returned[num_outputs:]
+    results = [place for place in (root, *wanted) if place >= num_outputs]
+    used: list[int] = []
+
+    def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        kept, rest = inputs[: len(saved)], inputs[len(saved) :]
+        heads = zip(rest, program.differentiable, strict=False)
+        values = {place: head.detach().requires_grad_(needs) for place, (head, needs) in enumerate(heads)}
+        leaves = [values[place] for place, needs in enumerate(program.differentiable) if needs]
+        outer = iter(rest[num_outputs:])
+        for operation, count in zip(operations, counts, strict=True):
+            values[len(values)] = operation.run(values, [next(outer) for _ in range(count)])
+        loss = values[root]
+        found = gradients([loss], leaves, [torch.ones_like(loss)])
+        grads = _backward(program, kept, found)
+        used[:] = [index for index, grad in enumerate(grads) if grad is not None]
+        return [*(values[place].detach() for place in results), *(grad for grad in grads if grad is not None)]
+
+    module = trace(joint, [*saved, *outputs, *(tensor for some in given for tensor in some)])
+    if any(map(dataflow.draws_random_numbers, module.graph.nodes)):
+        raise RefusedError(Refusal("what the loop does with the model's output draws random numbers"))
+    return TailProgram(module, tuple(results), tuple(program.gradient_places[index] for index in used))
+
+
+def _backward(
+    program: SplitProgram, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Gradients of the call's inputs; None for those that depend on outputs only that have no gradient themselves."""
+    missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
+    backward = without_tangents(program.backward, missing) if missing else program.backward
+    dense = [
+        layout.empty().zero_() if tangent is None else _in_layout(tangent, layout)
+        for tangent, layout in zip(tangents, program.tangents, strict=True)
+    ]
+    with torch.no_grad(), torch.autocast(program.tangents[0].device.type, enabled=False):
+        grads = interpret(backward, [*saved, *dense])
+    return [None if needs and needs <= missing else grad for grad, needs in zip(grads, program.depends, strict=True)]
+
+
+def _in_layout(tangent: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    return tangent if tangent.stride() == layout.stride else layout.empty().copy_(tangent)

@@ -1,0 +1,320 @@
+"""What the loop does between a replayed call and `backward()`: followed, and replayed as well once it comes back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kitsune.capture.following import FollowedTensor, PendingTensor, followed, pending, plainly, valued
+from kitsune.capture.layout import TensorLayout
+from kitsune.capture.operations import Operation, described
+from kitsune.device import current_stream
+
+_MOST_TAILS = 4
+
+# Of the getters of attributes, these compute; whoever uses the others may change the tensor unseen.
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+
+_REVEALING = {
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.retain_grad,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.storage,
+    Tensor.apply_,
+    Tensor.map_,
+    Tensor.__setitem__,
+    torch.autograd.grad,
+}
+"""Whoever calls them may change the tensor, or its gradient, unseen."""
+
+_READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.detach,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__bool__,
+    Tensor.__index__,
+}
+"""Their results have no gradient."""
+
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
+
+_AS_PLAIN = {Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__}
+"""They tell of the class."""
+
+SPENT = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+    "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+    "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+    "after calling backward."
+)
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: an output of the "
+    "model was written to after something was computed from it"
+)
+
+
+@dataclass(eq=False)
+class Tail:
+    """What a loop has done with the outputs of a call, up to the backward pass of a loss.
+
+    Attributes:
+        operations: the calls of torch's functions whose results need a gradient, in their order.
+        layouts: of their results.
+        is_view: for each, whether the result lies in the memory of an output; it is computed at once.
+        root: the place of the loss: an output's index, or that of an operation, counted from the number of outputs.
+        given: for each operation, memory for its tensors that are not followed.
+        refused: whether it cannot be replayed.
+    """
+
+    operations: list[Operation]
+    layouts: list[TensorLayout]
+    is_view: list[bool]
+    root: int
+    given: list[list[Tensor]]
+    refused: bool = False
+
+    def continues(self, index: int, operation: Operation) -> bool:
+        """Whether `operation` was the one at `index`."""
+        return not self.refused and index < len(self.operations) and self.operations[index] == operation
+
+
+class Backward(Protocol):
+    """Runs the backward pass of a loss at the end of a tail."""
+
+    def __call__(self, tail: Tail, outputs: Sequence[Tensor], wanted: Sequence[int]) -> Mapping[int, Tensor] | None:
+        """The results at the root and at the places `wanted`, the caller's own; None, with nothing done, if it cannot.
+
+        Parameters have their gradients afterwards.
+        """
+
+
+class Following:
+    """Follows the outputs of one call.
+
+    The first time that the loop does something with them, it is done at once, and remembered. When it does the same
+    the next time, nothing is computed until `backward()`, which replays it with the backward pass, or until somebody
+    asks for a value. Whatever was never done before is done at once.
+
+    Args:
+        outputs: of the call, as autograd knows them.
+        tails: what was done with outputs of earlier calls; added to.
+        backward: replays tails.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], tails: list[Tail], backward: Backward) -> None:
+        self._tails, self._backward = tails, backward
+        self._outputs = list(outputs)
+        self._device = outputs[0].device
+        self._stream = current_stream(self._device)
+        self._values: dict[int, Tensor] = dict(enumerate(outputs))
+        self._done = Tail([], [], [], 0, [])
+        self._candidates = list(tails)
+        self._versions = {place: output._version for place, output in enumerate(outputs)}
+        self._pending: dict[int, weakref.ref[PendingTensor]] = {}
+        self._is_open = True
+        self._is_spent = False
+
+    def outputs(self, differentiable: Sequence[bool]) -> list[Tensor]:
+        """The outputs as the loop gets them."""
+        pairs = enumerate(zip(self._outputs, differentiable, strict=True))
+        return [self._followed(place, output) if needs else output for place, (output, needs) in pairs]
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is Tensor.backward:
+            return self._run_backward(*args, **kwargs)
+        if not self._is_open:
+            return self._run(function, args, kwargs)
+        if _may_change(function, kwargs) or current_stream(self._device) != self._stream:
+            self._compute()
+            self._is_open = False
+            return self._run(function, args, kwargs)
+        found = described(function, args, kwargs, self, self._device.type) if torch.is_grad_enabled() else None
+        if found is None:
+            return self._with_aliases(self._run(function, args, kwargs))
+        operation, given = found
+        index = len(self._done.operations)
+        candidates = [tail for tail in self._candidates if tail.continues(index, operation)]
+        if candidates:
+            return self._defer(candidates, operation, given)
+        kept = [tensor.clone() for tensor in given]
+        result = self._run(function, args, kwargs)
+        if type(result) is not Tensor or not result.requires_grad:
+            return self._with_aliases(result)
+        self._candidates = []
+        self._compute()
+        self._is_open = len(self._tails) < _MOST_TAILS and self._is_unchanged()
+        if not self._is_open:
+            return result
+        return self._followed(self._note(operation, TensorLayout.of(result), self._is_alias(result), kept), result)
+
+    def value(self, place: int) -> Tensor:
+        """The plain tensor at a place, computed now if it has not been before."""
+        if place not in self._values:
+            self._compute()
+        value = self._values[place]
+        if not self._is_spent or not torch.is_grad_enabled():
+            return value
+        spent: Tensor = _Spent.apply(value, torch.empty((), requires_grad=True))  # type: ignore[no-untyped-call]
+        return spent
+
+    def _defer(self, candidates: list[Tail], operation: Operation, given: list[Tensor]) -> Tensor:
+        """The result of what was done before, as a tensor without a value."""
+        self._candidates = candidates  # which have their beginnings in common, and the memory for these
+        tail, index = candidates[0], len(self._done.operations)
+        with torch.no_grad():
+            for own, tensor in zip(tail.given[index], given, strict=True):
+                own.copy_(tensor, non_blocking=True)
+        layout, is_view = tail.layouts[index], tail.is_view[index]
+        place = self._note(operation, layout, is_view, tail.given[index])
+        if is_view:
+            with plainly():
+                return self._followed(place, operation.run(self._values, tail.given[index]))
+        result = pending(layout, self, place)
+        self._pending[place] = weakref.ref(result)
+        return result
+
+    def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, given: list[Tensor]) -> int:
+        """The place of the result."""
+        done = self._done
+        done.operations.append(operation)
+        done.layouts.append(layout)
+        done.is_view.append(is_view)
+        done.given.append(given)
+        return len(self._outputs) + len(done.operations) - 1
+
+    def _followed(self, place: int, result: Tensor) -> Tensor:
+        """As the loop gets it. What is computed from it goes through its hooks."""
+        given = followed(result, self, place)
+        with plainly():
+            self._values[place] = given.as_subclass(Tensor)
+        self._versions[place] = result._version
+        return given
+
+    def _with_aliases(self, result: Any) -> Any:
+        """`result`; where it lies in the memory of an output, it is followed: who writes to it would change those."""
+        if isinstance(result, Tensor):
+            return followed(result, self, None) if type(result) is Tensor and self._is_alias(result) else result
+        if type(result) in (list, tuple):
+            return type(result)(map(self._with_aliases, result))
+        return result
+
+    def _is_alias(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
+        memory = tensor.untyped_storage().data_ptr()
+        return any(memory == output.untyped_storage().data_ptr() for output in self._outputs)
+
+    def _compute(self) -> None:
+        """All results that have not been computed yet."""
+        done = self._done
+        if len(self._values) == len(self._outputs) + len(done.operations):
+            return
+        if not self._is_unchanged():
+            raise RuntimeError(CHANGED)
+        with plainly():
+            for index, (operation, given) in enumerate(zip(done.operations, done.given, strict=True)):
+                place = len(self._outputs) + index
+                if place not in self._values:
+                    self._values[place] = operation.run(self._values, given)
+                    self._versions[place] = self._values[place]._version
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with plainly():
+            if function in _READS:
+                with torch.no_grad():
+                    return function(*valued(args), **valued(kwargs))
+            args, kwargs = valued(args), valued(kwargs)
+            if function in _AS_PLAIN:
+                args = (args[0].as_subclass(Tensor), *args[1:])
+            return function(*args, **kwargs)
+
+    def _is_unchanged(self) -> bool:
+        """Whether nobody has written to a value since it was there."""
+        return all(self._values[place]._version == version for place, version in self._versions.items())
+
+    def _run_backward(
+        self,
+        loss: FollowedTensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if self._is_spent:
+            raise RuntimeError(SPENT)
+        is_usual = gradient is None and not retain_graph and not create_graph and inputs is None
+        is_here = loss.follower is self and current_stream(self._device) == self._stream
+        if self._is_open and is_usual and is_here and self._is_unchanged():
+            self._done.root = -1 if loss.place is None else loss.place
+            tail = next((tail for tail in self._candidates if self._is_done(tail)), None)
+            if tail is not None and self._replay(tail):
+                return
+        self._is_open, is_followed = False, self._is_open and is_usual
+        with plainly():
+            valued(loss).backward(gradient, retain_graph, create_graph, inputs)
+        if is_followed and not self._candidates and len(self._tails) < _MOST_TAILS:
+            self._tails.append(self._done)
+
+    def _is_done(self, tail: Tail) -> bool:
+        return not tail.refused and tail.root == self._done.root and len(tail.operations) == len(self._done.operations)
+
+    def _replay(self, tail: Tail) -> bool:
+        alive = [place for place, reference in self._pending.items() if reference() is not None]
+        wanted = [place for place in alive if place != tail.root and place not in self._values]
+        results = self._backward(tail, self._outputs, wanted)
+        if results is None:
+            return False
+        self._values = {place: value.detach() for place, value in self._values.items() if place in alive}
+        self._values.update(results)
+        self._is_open, self._is_spent = False, True
+        self._outputs, self._done, self._candidates = [], Tail([], [], [], 0, []), []
+        return True
+
+
+def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function may write to a tensor, or let the caller do it."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return function not in _VIEWS
+    writes = name == "__set__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return writes or "out" in kwargs or function in _REVEALING
+
+
+class _Spent(torch.autograd.Function):
+    """A result whose backward pass has run: it needs a gradient, as `anchor` does, and has none any more."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> None:
+        raise RuntimeError(SPENT)

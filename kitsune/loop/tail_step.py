@@ -1,0 +1,170 @@
+"""Replays the backward pass of a call from the loss on, which the loop has made of the call's outputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kitsune.capture.split_program import SplitProgram
+from kitsune.capture.tail_program import trace_tail
+from kitsune.capture.watch import refuse_parameter_hooks, refuse_surroundings
+from kitsune.config import Config
+from kitsune.errors import RefusedError
+from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.handout import handout
+from kitsune.execution.ownership import HandedOut
+from kitsune.execution.stream_pool import StreamPool
+from kitsune.fallback import RefusalLog
+from kitsune.loop.following import Tail
+from kitsune.loop.recording import Recording
+
+
+@dataclass
+class _Recorded:
+    """A tail, ready to replay.
+
+    Attributes:
+        results: the places of what it returns before the gradients.
+        gives: whether the first one is the caller's already.
+        trained: the parameters that get a gradient.
+        static: the gradients, where the recording keeps them.
+    """
+
+    recording: Recording
+    results: tuple[int, ...]
+    gives: bool
+    trained: list[Tensor]
+    static: list[Tensor]
+    handed_out: HandedOut
+
+
+class TailStep:
+    """Replays tails of the calls of one recorded forward pass.
+
+    Args:
+        program: of the calls.
+        forward: its recorded forward pass.
+        trained: the parameters at `program.gradient_places`.
+        gradients: static gradients by address; entries are added here.
+    """
+
+    def __init__(
+        self,
+        program: SplitProgram,
+        forward: Recording,
+        trained: Sequence[Tensor],
+        gradients: dict[int, Tensor],
+        *,
+        config: Config,
+        streams: StreamPool,
+        log: RefusalLog,
+    ) -> None:
+        self.replays = 0
+        self._program, self._forward, self._gradients = program, forward, gradients
+        self._trained = dict(zip(program.gradient_places, trained, strict=True))
+        self._config, self._streams, self._log = config, streams, log
+        self._recorded: dict[Tail, _Recorded] = {}
+
+    def __call__(
+        self, tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[int]
+    ) -> Mapping[int, Tensor] | None:
+        """Replays `tail`; see `kitsune.loop.following.Backward`.
+
+        Args:
+            saved, outputs: what the recorded forward pass has returned.
+        """
+        refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
+        if refusal is not None:
+            self._log.add(RefusedError(refusal, passing=True))
+            return None
+        recorded = self._recorded.get(tail)
+        if recorded is None:
+            try:
+                recorded = self._recorded[tail] = self._record(tail, saved, outputs, wanted)
+            except RefusedError as error:
+                self._log.add(RefusedError(error.refusal, passing=True))
+                tail.refused = True
+                return None
+        is_complete = set(wanted) <= set(recorded.results)
+        if not (is_complete and _may_add(recorded.trained) and _make_way(recorded)):
+            return None
+        values = recorded.recording(_inputs(tail, saved, outputs))
+        count = len(recorded.results)
+        results = dict(zip(recorded.results, values[:count], strict=True))
+        if recorded.recording.executor.keeps_outputs:
+            kept = recorded.results[recorded.gives :]
+            results |= copy.deepcopy({place: results[place] for place in kept if place in (tail.root, *wanted)})
+        _accumulate(recorded.trained, values[count:])
+        self.replays += 1
+        return results
+
+    def release(self) -> None:
+        """Gives the graphs and their memory back."""
+        for recorded in self._recorded.values():
+            for tensor in recorded.static:
+                self._gradients.pop(tensor.data_ptr(), None)
+            recorded.recording.release()
+        self._recorded.clear()
+
+    def _record(
+        self, tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[int]
+    ) -> _Recorded:
+        program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given)
+        inputs = _inputs(tail, saved, [output.detach() for output in outputs])
+        device = inputs[0].device
+        gives = device.type == "cuda" and program.results[:1] == (tail.root,)
+        recording = Recording(
+            program.module,
+            inputs,
+            stable=range(len(inputs)),
+            config=self._config,
+            pool=GraphPool(self._streams),
+            log=self._log,
+            handout=handout(device) if gives else None,
+        )
+        static: list[Tensor] = []
+        if isinstance(recording.executor, CudaGraph):
+            static = recording.executor.static_outputs()[len(program.results) :]
+            self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
+        trained = [self._trained[place] for place in program.gradient_places]
+        return _Recorded(recording, program.results, gives, trained, static, HandedOut(static))
+
+
+def _inputs(tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    return [*saved, *outputs, *(tensor for some in tail.given for tensor in some)]
+
+
+def _make_way(recorded: _Recorded) -> bool:
+    """Whether nobody refers to static gradients any more. Those that are in `.grad` get memory of their own."""
+    if not recorded.handed_out.in_use():
+        return True
+    places = {tensor.data_ptr() for tensor in recorded.static}
+    for param in recorded.trained:
+        if param.grad is not None and param.grad.data_ptr() in places:
+            param.grad.data = param.grad.clone()
+    return not recorded.handed_out.in_use()
+
+
+def _may_add(trained: Sequence[Tensor]) -> bool:
+    """Whether adding to gradients that are there is all that autograd would do."""
+    there = [param.grad for param in trained if param.grad is not None]
+    return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
+
+
+def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Leaves `grads` in `.grad`, as a backward pass does."""
+    there, added = list[Tensor](), list[Tensor]()
+    for param, grad in zip(trained, grads, strict=True):
+        if param.grad is None:
+            param.grad = grad.detach()
+        else:
+            there.append(param.grad)
+            added.append(grad)
+    if there:
+        with torch.no_grad():
+            torch._foreach_add_(there, added)

@@ -1,0 +1,690 @@
+"""What a loop does between a replayed call and `backward()`: nothing of the replay shows."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import kitsune
+from kitsune.capture.following import FollowedTensor, PendingTensor
+from kitsune.loop.tail_step import TailStep
+from tests.kitsune import static_memory
+from tests.kitsune.training import Net, adam, batch
+
+STEPS = 8
+
+REPLAYED = 5
+"""Steps whose backward pass is replayed from the loss on, where every step is alike: the first two are eager, and the
+third shows what the loop does."""
+
+
+@pytest.fixture(params=["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "static memory":
+        static_memory.install(monkeypatch)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+@dataclass
+class Loop:
+    """A training loop, by hand or with Kitsune, that remembers what its body says it has seen."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    seen: list[Any] = field(default_factory=list)
+    memo: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        (x, y), _ = batch(self.index, device=str(self.device))
+        return x, y
+
+
+Body = Callable[[Loop, Tensor, Tensor], Any]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many backward passes were replayed from a loss on."""
+    counts: list[int] = []
+    original = TailStep.__call__
+
+    def counted(self: TailStep, *args: Any) -> Any:
+        results = original(self, *args)
+        if results is not None:
+            counts.append(1)
+        return results
+
+    monkeypatch.setattr(TailStep, "__call__", counted)
+    return lambda: len(counts)
+
+
+def run(
+    body: Body, device: torch.device, accelerated: bool, build: Callable[[], nn.Module], steps: int, **options: Any
+) -> Loop:
+    torch.manual_seed(3)
+    model = build().to(device)
+    plain = adam(model)
+    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay", **options) if accelerated else plain
+    loop = Loop(model, optimizer, device)
+    for loop.index in range(steps):
+        x, y = loop.batch()
+        loop.seen.append(body(loop, x, y))
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            loop.seen.append((name, tensor.detach().clone()))
+            loop.seen.append((name, None if tensor.grad is None else tensor.grad.clone()))
+    loop.seen.append(torch.get_rng_state())
+    return loop
+
+
+def alike(
+    body: Body, device: torch.device, build: Callable[[], nn.Module] = Net, steps: int = STEPS, **options: Any
+) -> Loop:
+    """Demands that both loops see the same; returns that with Kitsune."""
+    wanted = run(body, device, False, build, steps)
+    found = run(body, device, True, build, steps, **options)
+    tolerance = {"rtol": 2e-5, "atol": 2e-6} if device.type == "cuda" else {"rtol": 0.0, "atol": 0.0}
+    for place, (one, other) in enumerate(zip(found.seen, wanted.seen, strict=True)):
+        check(one, other, f"at {place} of {len(wanted.seen)}", tolerance)
+    return found
+
+
+def check(found: Any, wanted: Any, place: str, tolerance: dict[str, float]) -> None:
+    if isinstance(wanted, Tensor):
+        assert found.requires_grad == wanted.requires_grad, place
+        torch.testing.assert_close(found.detach(), wanted.detach(), msg=lambda text: f"{place}: {text}", **tolerance)
+    elif isinstance(wanted, (list, tuple)):
+        for one, other in zip(found, wanted, strict=True):
+            check(one, other, place, tolerance)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=tolerance["rtol"] or None, abs=tolerance["atol"] or None), place
+    else:
+        assert found == wanted, place
+
+
+def plain(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    loop.optimizer.zero_grad()
+    loss = functional.cross_entropy(loop.model(x), y)
+    loss.backward()
+    loop.optimizer.step()
+    return loss.item()
+
+
+def test_forward_loss_and_backward_are_replayed(device: torch.device, replays: Callable[[], int]) -> None:
+    loop = alike(plain, device)
+    assert replays() == REPLAYED
+    assert loop.optimizer.status().covered == ("forward", "loss", "backward", "update")
+
+
+def stepped(loop: Loop, loss: Tensor) -> Tensor:
+    """The rest of a step whose gradients were zero."""
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loss
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss.item(),
+    "float": lambda loss: float(loss.detach()),
+    "text": lambda loss: f"{loss:.3f} {loss.detach()}",
+    "detached": lambda loss: loss.detach().clone(),
+    "array": lambda loss: loss.detach().cpu().numpy().copy().tolist(),
+    "compared": lambda loss: bool(loss < 1.0),
+    "on the CPU": lambda loss: loss.cpu().detach(),
+    "a copy": lambda loss: copy.deepcopy(loss.detach()),
+    "pickled": lambda loss: pickle.loads(pickle.dumps(loss.detach())),
+    "arithmetic": lambda loss: (loss * 2 + 1).item(),
+    "metadata": lambda loss: (loss.shape, loss.dtype, loss.device.type, loss.requires_grad, loss.dim(), loss.numel()),
+    "leaf": lambda loss: (loss.is_leaf, loss.grad_fn is None),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", READS)
+def test_a_loss_is_read(name: str, when: str, device: torch.device, replays: Callable[[], int]) -> None:
+    read = READS[name]
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loss = functional.cross_entropy(loop.model(x), y)
+        early = read(loss) if when == "before" else None
+        stepped(loop, loss)
+        return early if when == "before" else read(loss)
+
+    alike(body, device)
+    assert replays() >= REPLAYED - (when == "before") or (name, when) == ("leaf", "before")
+
+
+@pytest.mark.parametrize("read", [lambda out: out.argmax(1), lambda out: out.detach().clone(), lambda out: out.cpu()])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_output_is_read(read: Callable[[Tensor], Tensor], when: str, device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        early = read(out) if when == "before" else None
+        stepped(loop, functional.cross_entropy(out, y))
+        return early if when == "before" else read(out)
+
+    alike(body, device)
+
+
+def test_losses_and_outputs_are_kept(device: torch.device, replays: Callable[[], int]) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = stepped(loop, functional.cross_entropy(out, y))
+        loop.memo.setdefault("losses", []).append(loss)
+        loop.memo.setdefault("outputs", []).append(out)
+        return [*loop.memo["losses"], *loop.memo["outputs"]]
+
+    alike(body, device)
+    assert replays() == REPLAYED
+
+
+def test_intermediate_results_are_kept(device: torch.device, replays: Callable[[], int]) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        logs = functional.log_softmax(loop.model(x), 1)
+        flat = logs.view(-1)
+        loss = functional.nll_loss(logs, y) / 2
+        stepped(loop, loss)
+        loop.memo.setdefault("kept", []).append((logs, flat, loss))
+        return list(loop.memo["kept"])
+
+    alike(body, device)
+    assert replays() == REPLAYED
+
+
+def test_losses_are_added_up(device: torch.device, replays: Callable[[], int]) -> None:
+    """With their graphs, as careless loops do; nothing can be differentiated a second time."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loss = stepped(loop, functional.cross_entropy(loop.model(x), y))
+        loop.memo["total"] = loop.memo.get("total", 0) + loss
+        with pytest.raises(RuntimeError, match="second time"):
+            loop.memo["total"].backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return loop.memo["total"]
+
+    alike(body, device)
+    assert replays() == REPLAYED
+
+
+def test_kept_losses_keep_no_graph(device: torch.device) -> None:
+    torch.manual_seed(3)
+    model = Net().to(device)
+    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay"), device)
+    outputs, losses = [], []
+    for loop.index in range(STEPS):
+        x, y = loop.batch()
+        out = model(x)
+        outputs.append(weakref.ref(out))
+        losses.append(stepped(loop, functional.cross_entropy(out, y)))
+        del out
+    gc.collect()
+    assert isinstance(losses[-1], PendingTensor)
+    assert outputs[-1]() is None
+    assert losses[-1].follower._outputs == []  # type: ignore[attr-defined]
+
+
+def two_losses(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    out = loop.model(x)
+    loss = functional.cross_entropy(out, y) + 0.1 * out.square().mean()
+    return stepped(loop, loss).item()
+
+
+def sliced(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """As language models do."""
+    shifted = loop.model(x)[..., :-1, :].contiguous()
+    return stepped(loop, functional.cross_entropy(shifted.view(-1, 3), y[1:].view(-1))).item()
+
+
+def smoothed(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], device=x.device), label_smoothing=0.1)
+    return stepped(loop, criterion(loop.model(x), y)).item()
+
+
+def stacked(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    out = loop.model(x)
+    losses = [functional.cross_entropy(out, y), functional.mse_loss(out, torch.ones_like(out))]
+    return stepped(loop, torch.stack(losses).sum()).item()
+
+
+def added(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    out = loop.model(x)
+    return stepped(loop, sum([functional.cross_entropy(out, y), out.abs().mean()])).item()
+
+
+def accumulated(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    losses = []
+    for part in range(3):
+        loss = functional.cross_entropy(loop.model(x[2 * part : 2 * part + 2]), y[2 * part : 2 * part + 2]) / 3
+        loss.backward()
+        losses.append(loss.item())
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return losses
+
+
+def zeroed(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """Gradients that stay, as zeros."""
+    loop.optimizer.zero_grad(set_to_none=False)
+    loss = functional.cross_entropy(loop.model(x), y)
+    loss.backward()
+    loop.optimizer.step()
+    return loss.item()
+
+
+def clipped(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    loss = functional.cross_entropy(loop.model(x), y)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loss.item(), norm
+
+
+def in_autocast(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        loss = functional.cross_entropy(loop.model(x), y)
+    return stepped(loop, loss).item()
+
+
+def partly_in_autocast(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """A matrix product that autocast would round comes after it."""
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        out = loop.model(x)
+    scores = out.float() @ torch.eye(3, device=x.device)
+    return stepped(loop, functional.cross_entropy(scores, y)).item()
+
+
+COMMON: dict[str, tuple[Body, int]] = {
+    "two losses": (two_losses, REPLAYED),
+    "slices": (sliced, REPLAYED),
+    "weights and smoothing": (smoothed, REPLAYED),
+    "stacked": (stacked, REPLAYED),
+    "sum": (added, REPLAYED),
+    "accumulation": (accumulated, 3 * STEPS - 4),
+    "gradients of zero": (zeroed, REPLAYED),
+    "clipping": (clipped, REPLAYED),
+    "autocast": (in_autocast, REPLAYED),
+    "autocast in part": (partly_in_autocast, REPLAYED),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_a_common_loop(name: str, device: torch.device, replays: Callable[[], int]) -> None:
+    body, count = COMMON[name]
+    alike(body, device)
+    assert replays() == count
+
+
+def test_scaled_losses(device: torch.device, replays: Callable[[], int]) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        scaler = loop.memo.setdefault("scaler", torch.amp.GradScaler(x.device.type, init_scale=8.0, growth_interval=2))
+        loss = functional.cross_entropy(loop.model(x), y)
+        if loop.index == 5:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+        return loss.item(), scaler.get_scale()
+
+    alike(body, device)
+    assert replays() >= REPLAYED - 2
+
+
+class WithLoss(Net):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return {"loss": functional.cross_entropy(logits, y), "logits": logits.detach()}
+
+
+def test_the_model_returns_the_loss(device: torch.device, replays: Callable[[], int]) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        answer = loop.model(x, y)
+        stepped(loop, answer["loss"])
+        return answer["loss"], answer["logits"]
+
+    alike(body, device, WithLoss)
+    assert replays() == REPLAYED
+
+
+class TwoHeads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = torch.relu(self.first(x))
+        return self.last(hidden), self.other(hidden)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_several_outputs(both: bool, device: torch.device, replays: Callable[[], int]) -> None:
+    """Parameters that nothing uses have no gradient."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        first, second = loop.model(x)
+        loss = functional.cross_entropy(first, y)
+        return stepped(loop, loss + second.square().mean() if both else loss).item()
+
+    alike(body, device, TwoHeads)
+    assert replays() == REPLAYED
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * 2.0
+
+
+@torch.compile(backend="eager")
+def compiled(out: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(out * 2, y)
+
+
+def of_output(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda out, y: functional.cross_entropy(function(out), y)
+
+
+def of_loss(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda out, y: function(functional.cross_entropy(out, y))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a function of autograd's, of the output": of_output(Doubled.apply),
+    "a function of autograd's, of the loss": of_loss(Doubled.apply),
+    "a script function of the output": of_output(scripted),
+    "a script function of the loss": of_loss(scripted),
+    "a compiled function": compiled,
+    "a checkpoint": of_output(lambda out: checkpoint(torch.tanh, out, use_reentrant=False)),
+    "a reentrant checkpoint": of_output(lambda out: checkpoint(torch.tanh, out, use_reentrant=True)),
+    "random numbers": of_output(lambda out: functional.dropout(out, 0.5)),
+    "vmap": of_output(torch.vmap(torch.tanh)),
+    "written in place": of_output(lambda out: out.mul_(2)),
+    "relu in place": of_output(lambda out: functional.relu(out, inplace=True)),
+    "a loss written in place": of_loss(lambda loss: loss.mul_(2)),
+    "out=": of_output(lambda out: torch.mul(out.detach(), 2, out=torch.empty_like(out.detach())) + out),
+    "an outer gradient": lambda out, y: functional.cross_entropy(out * torch.ones(3, requires_grad=True).to(out), y),
+    "an item": of_output(lambda out: out[:, torch.tensor([2, 1, 0])]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_made_otherwise(name: str, device: torch.device) -> None:
+    loss_of = LOSSES[name]
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        return stepped(loop, loss_of(loop.model(x), y)).detach()
+
+    alike(body, device)
+
+
+BACKWARDS: dict[str, Callable[[Loop, Tensor], None]] = {
+    "torch.autograd.backward": lambda loop, loss: torch.autograd.backward(loss),
+    "of a list": lambda loop, loss: torch.autograd.backward([loss, loss * 2]),
+    "a gradient": lambda loop, loss: loss.backward(torch.full_like(loss, 3.0)),
+    "retained": lambda loop, loss: (loss.backward(retain_graph=True), loss.backward()),
+    "for some": lambda loop, loss: loss.backward(inputs=list(loop.model.parameters())[:2]),
+    "torch.autograd.grad": lambda loop, loss: loop.seen.extend(
+        torch.autograd.grad(loss, list(loop.model.parameters()), retain_graph=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_backward_pass_otherwise(name: str, device: torch.device) -> None:
+    """At each other step, so that the usual one is known."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loop.optimizer.zero_grad()
+        loss = functional.cross_entropy(loop.model(x), y)
+        if loop.index % 2 and loop.index > 2:
+            BACKWARDS[name](loop, loss)
+        else:
+            loss.backward()
+        loop.optimizer.step()
+        return loss.item()
+
+    alike(body, device)
+
+
+def test_hooks_of_results(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        found: list[Tensor] = []
+        out = loop.model(x)
+        loss = functional.cross_entropy(out, y)
+        if loop.index in (4, 6):
+            out.register_hook(lambda grad: found.append(grad.clone()))
+        if loop.index == 5:
+            loss.register_hook(lambda grad: grad * 2)
+        if loop.index == 6:
+            out.retain_grad()
+        stepped(loop, loss)
+        return [*found, out.grad if loop.index == 6 else None]
+
+    alike(body, device)
+
+
+def test_hooks_of_parameters(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        found: list[Tensor] = []
+        if loop.index == 4:
+            weight = loop.model.first.weight
+            loop.memo["handle"] = weight.register_post_accumulate_grad_hook(
+                lambda param: found.append(param.grad.clone())
+            )
+        loss = functional.cross_entropy(loop.model(x), y)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if loop.index == 5:
+            loop.memo["handle"].remove()
+        return found
+
+    alike(body, device)
+
+
+def test_labels_written_between_loss_and_backward(device: torch.device, replays: Callable[[], int]) -> None:
+    """The loss is of what they were."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        target = functional.one_hot(y, 3).float()
+        loss = functional.l1_loss(loop.model(x), target) + 0.0 * target.sum()
+        early = loss.item() if loop.index == 5 else None
+        target.data.zero_()
+        return early, stepped(loop, loss).item()
+
+    alike(body, device)
+    assert replays() == REPLAYED
+
+
+def test_outputs_written_between_model_and_loss(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        if loop.index == 4:
+            out.detach().mul_(2)
+        if loop.index == 5:
+            out.data.mul_(2)
+        if loop.index == 6:
+            with torch.no_grad():
+                out[0] = 0
+        return stepped(loop, functional.cross_entropy(out, y)).item()
+
+    alike(body, device)
+
+
+def test_outputs_written_between_loss_and_backward(device: torch.device) -> None:
+    """Autograd may refuse that; what it saved may be something else."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = out.square().sum()
+        if loop.index in (4, 6):
+            out.detach().mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            return None
+        return stepped(loop, loss).item()
+
+    alike(body, device)
+
+
+def test_parameters_written_between_model_and_backward(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loss = functional.cross_entropy(loop.model(x), y)
+        if loop.index == 5:
+            with torch.no_grad():
+                loop.model.last.weight.mul_(2)
+            with pytest.raises(RuntimeError, match="inplace"):
+                loss.backward()
+            return None
+        return stepped(loop, loss).item()
+
+    alike(body, device)
+
+
+def test_a_loss_that_changes(device: torch.device, replays: Callable[[], int]) -> None:
+    losses = [functional.cross_entropy, lambda out, y: functional.mse_loss(out, functional.one_hot(y, 3).float())]
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        return stepped(loop, losses[loop.index // 2 % 2](loop.model(x), y)).item()
+
+    alike(body, device, steps=12)
+    assert replays() == 8
+
+
+def test_a_factor_that_always_changes(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        return stepped(loop, functional.cross_entropy(loop.model(x), y) * (1 + loop.index / 10)).item()
+
+    alike(body, device, steps=12)
+
+
+def test_outputs_without_a_backward_pass(device: torch.device, replays: Callable[[], int]) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        if loop.index in (4, 5):
+            return functional.cross_entropy(loop.model(x), y).item()
+        with torch.no_grad():
+            early = functional.cross_entropy(loop.model(x), y)
+        return early, stepped(loop, functional.cross_entropy(loop.model(x), y)).item()
+
+    alike(body, device)
+    assert replays() == REPLAYED - 1
+
+
+def test_a_model_called_twice_before_backward(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        first, second = loop.model(x), loop.model(x + 1)
+        return stepped(loop, functional.cross_entropy(first, y) + functional.cross_entropy(second, y)).item()
+
+    alike(body, device)
+
+
+def test_an_input_that_needs_a_gradient(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        x.requires_grad_()
+        stepped(loop, functional.cross_entropy(loop.model(x), y))
+        return x.grad
+
+    alike(body, device)
+
+
+def test_a_model_with_buffers(device: torch.device, replays: Callable[[], int]) -> None:
+    """They are written at the call."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        seen = loop.model.norm.running_mean.clone()
+        stepped(loop, functional.cross_entropy(out, y))
+        return seen
+
+    alike(body, device, lambda: Net(batch_norm=True))
+    assert replays() == REPLAYED
+
+
+def test_dropout_in_the_model(device: torch.device, replays: Callable[[], int]) -> None:
+    """Random numbers between call and backward pass are those of an eager loop."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        noise = torch.rand(3)
+        return stepped(loop, functional.cross_entropy(out, y)).item(), noise
+
+    if device.type == "cuda":
+        pytest.skip("a dropout's random numbers are compared on the CPU")
+    alike(body, device, lambda: Net(dropout=0.5))
+    assert replays() == REPLAYED
+
+
+def test_frozen_and_thawed(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        if loop.index in (4, 6):
+            loop.model.first.requires_grad_(loop.index == 6)
+        return stepped(loop, functional.cross_entropy(loop.model(x), y)).item()
+
+    alike(body, device, steps=12)
+
+
+def test_saved_and_printed(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        stepped(loop, loss := functional.cross_entropy(out, y))
+        file = io.BytesIO()
+        torch.save({"loss": loss.detach(), "out": out.detach()}, file)
+        file.seek(0)
+        kinds = [type(value) for value in torch.load(file).values()]
+        return kinds, repr(loss).split("grad_fn")[0], repr(out).split("grad_fn")[0], isinstance(loss, Tensor)
+
+    alike(body, device)
+
+
+def test_an_interrupt_in_the_loss(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loss = functional.cross_entropy(loop.model(x), y)
+        if loop.index == 4:
+            with pytest.raises(ZeroDivisionError):
+                _ = loss / 2 + 1 / 0
+            return None
+        return stepped(loop, loss).item()
+
+    alike(body, device)
+
+
+def test_only_the_loops_own_results_are_followed(device: torch.device) -> None:
+    torch.manual_seed(3)
+    model = Net().to(device)
+    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay"), device)
+    for loop.index in range(STEPS):
+        plain(loop, *loop.batch())
+    x, y = loop.batch()
+    out = model(x)
+    loss = functional.cross_entropy(out, y)
+    assert isinstance(out, FollowedTensor)
+    assert isinstance(loss, PendingTensor)
+    assert type(out.argmax(1)) is type(out.detach().exp()) is Tensor
+    stepped_loss = stepped(loop, loss)
+    assert type(stepped_loss.detach()) is type(stepped_loss + 1) is type(out.detach()) is Tensor
+    assert all(type(state) is Tensor for one in loop.optimizer.state.values() for state in one.values())
