@@ -32,6 +32,13 @@ class Operation:
     kwargs: tuple[tuple[str, Any], ...]
     autocast: tuple[bool, torch.dtype | None]
 
+    def places(self) -> set[int]:
+        """The places of the followed tensors among the arguments."""
+        found: set[int] = set()
+        for one in (*self.args, *(value for _, value in self.kwargs)):
+            _collect(one, found)
+        return found
+
     def run(self, values: Mapping[int, Tensor], given: Sequence[Tensor]) -> Any:
         """Calls the function again.
 
@@ -99,6 +106,15 @@ def _described(argument: Any, follower: Follower, given: list[Tensor]) -> tuple[
     if argument is Ellipsis or kind in _CONSTANTS:
         return _CONSTANT, kind, argument
     raise LookupError(f"a {kind.__name__}")
+
+
+def _collect(description: tuple[Any, ...], found: set[int]) -> None:
+    kind, *parts = description
+    if kind is _VALUE:
+        found.add(parts[0])
+    elif kind in (list, tuple, slice):
+        for part in parts:
+            _collect(part, found)
 
 
 def _filled(description: tuple[Any, ...], values: Mapping[int, Tensor], given: Iterator[Tensor]) -> Any:

@@ -55,6 +55,7 @@ def trace_tail(
     returned = [node.meta["val"] for node in dataflow.outputs(program.forward.graph) if node is not None]
     outputs, saved = returned[:num_outputs], returned[num_outputs:]
     results = [place for place in (root, *wanted) if place >= num_outputs]
+    needed = _needed(operations, results, num_outputs)
     used: list[int] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -63,8 +64,10 @@ def trace_tail(
         values = {place: head.detach().requires_grad_(needs) for place, (head, needs) in enumerate(heads)}
         leaves = [values[place] for place, needs in enumerate(program.differentiable) if needs]
         outer = iter(rest[num_outputs:])
-        for operation, count in zip(operations, counts, strict=True):
-            values[len(values)] = operation.run(values, [next(outer) for _ in range(count)])
+        for place, (operation, count) in enumerate(zip(operations, counts, strict=True), num_outputs):
+            own = [next(outer) for _ in range(count)]
+            if place in needed:
+                values[place] = operation.run(values, own)
         loss = values[root]
         found = gradients([loss], leaves, [torch.ones_like(loss)])
         grads = _backward(program, kept, found)
@@ -75,6 +78,15 @@ def trace_tail(
     if any(map(dataflow.draws_random_numbers, module.graph.nodes)):
         raise RefusedError(Refusal("what the loop does with the model's output draws random numbers"))
     return TailProgram(module, tuple(results), tuple(program.gradient_places[index] for index in used))
+
+
+def _needed(operations: Sequence[Operation], results: Sequence[int], num_outputs: int) -> set[int]:
+    """The places of operations without which there would be no `results`."""
+    needed = set(results)
+    for place in range(num_outputs + len(operations) - 1, num_outputs - 1, -1):
+        if place in needed:
+            needed |= operations[place - num_outputs].places()
+    return needed
 
 
 def _backward(

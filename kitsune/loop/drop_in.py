@@ -72,6 +72,9 @@ class DropInLoop:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
+        output = self._repeat(module, args, kwargs)
+        if output is not None:
+            return output
         eager = self._calls[id(module)]
         args, kwargs = unfollowed(args), unfollowed(kwargs)
         if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -97,6 +100,19 @@ class DropInLoop:
             step.watch_backward(output)
         _, earlier, count = self._iteration.get(id(step), (step, choice, 0))
         self._iteration[id(step)] = (step, choice if choice == earlier else "eager", count + 1)
+        return output
+
+    def _repeat(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Answers a call that goes on as the latest did; None, with nothing done, where that has to be looked at."""
+        step = self._latest
+        if step is None or step.module is not module or self._is_paused or torch.compiler.is_compiling():
+            return None
+        if step.verified < self._config.verify or not step.chooser.settled or step.chooser.refusal is not None:
+            return None
+        output = step.repeat(args, kwargs)
+        if output is not None:
+            _, choice, count = self._iteration.get(id(step), (step, "replay", 0))
+            self._iteration[id(step)] = (step, choice, count + 1)
         return output
 
     def step(self) -> None:

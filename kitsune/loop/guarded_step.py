@@ -42,7 +42,7 @@ class GuardedStep(ABC):
         self.declined: Refusal | None = None
         self.replays = 0
         self.setup_seconds = 0.0
-        self._module, self._call = module, call
+        self.module, self._call = module, call
         self._config, self._log = config, log
         self._budget = CaptureBudget()
         self._guarded: GuardedFunction | None = None
@@ -88,7 +88,7 @@ class GuardedStep(ABC):
 
     def _refuse_capture(self) -> Refusal | None:
         """None if nothing stands in the way of capturing at the present call."""
-        return refuse_backward_hooks(self._module)
+        return refuse_backward_hooks(self.module)
 
     def _replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         refusal = self._refuse_call()
@@ -107,7 +107,7 @@ class GuardedStep(ABC):
 
     def _decline(self, error: RefusedError) -> None:
         # Dynamo refuses backward hooks for good, but they may go again.
-        hooks = None if error.passing else refuse_backward_hooks(self._module)
+        hooks = None if error.passing else refuse_backward_hooks(self.module)
         refused = error if hooks is None else RefusedError(hooks, passing=True)
         self._log.add(refused)
         self.declined = refused.refusal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,115 @@ from kitsune.native.facts import Fact, Facts, attribute, result
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
+_FREE_SHORTCUTS = 4
+_REPLAYS_PER_SHORTCUT = 100
 
-class Shortcut:
-    """Finds the inputs of a replay without running any of the user's Python code.
+
+def may_try_shortcut(count: int, replays: int) -> bool:
+    """Whether another one may be looked for after `count` of them: that takes as long as some replays do."""
+    return count < _FREE_SHORTCUTS + replays // _REPLAYS_PER_SHORTCUT
+
+
+def same_tensors(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """Whether two lists consist of the same objects."""
+    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
+
+
+class CallShortcut:
+    """Finds the inputs of a graph that a call would run, without running any of the user's Python code.
 
     Dynamo's code would do nothing but pass them to the graph, as long as all that Dynamo guards holds and all that the
-    code reads is the same. That, and whatever else must be as it was when the step was replayed in the long way, is a
+    code reads is the same. That, and whatever else must be as it was when the call was replayed in the long way, is a
     list of facts, checked as one. They are made of the present state, which must be found to be good afterwards.
+
+    Args:
+        repetition: of the present call.
+        facts: what must hold beside the repetition's.
+        args, kwargs: of the present call.
+        stable: positions of inputs that stay the same tensors from call to call.
+        more: tensors that the graph takes after those of the call.
+
+    Raises:
+        LookupError: the long way would have to look closer than the facts do.
+    """
+
+    def __init__(
+        self,
+        repetition: Repetition,
+        facts: Iterable[Fact],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stable: Collection[int],
+        more: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._inputs = [*repetition.sources, *more]
+        self._places = _argument_places(repetition.sources)
+        values = (*args, *kwargs.values())
+        self._constants = [(place, value) for place, value in enumerate(values) if type(value) is not torch.Tensor]
+        if not all(isinstance(value, _CONSTANTS) for _, value in self._constants):
+            raise LookupError("an argument may change in place")
+        if not set(stable).isdisjoint(position for position, _ in self._places):
+            raise LookupError("a part of the model is an argument")
+        self._num_args, self._names = len(args), tuple(kwargs)
+        self._guards, self._variables = repetition.guards, repetition.variables
+        self._args_name, self._kwargs_name = repetition.names
+        self._facts = facts_type()([*repetition.facts, *facts])
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+        """The inputs of the graph for a call; None if the long way has to tell."""
+        if len(args) != self._num_args or tuple(kwargs) != self._names:
+            return None
+        variables = self._variables.copy()
+        variables[self._args_name], variables[self._kwargs_name] = args, kwargs
+        if not (self._facts.hold() and self._guards(variables)):
+            return None
+        values = (*args, *kwargs.values()) if kwargs else args
+        for place, value in self._constants:
+            if values[place] is not value:
+                return None
+        inputs: list[Any] = self._inputs.copy()
+        for position, place in self._places:
+            inputs[position] = values[place]
+        return inputs
+
+
+class UpdateShortcut:
+    """Writes the numbers and step counts of an update where its graph reads them.
+
+    Args:
+        binding: of the update, which must be found to be good afterwards.
+        facts: what must hold for the update to be the same, beside what the binding names.
+
+    Raises:
+        LookupError: an option of the optimizer may change in place.
+    """
+
+    def __init__(self, binding: Binding, facts: Iterable[Fact] = ()) -> None:
+        found = binding.facts()
+        if found is None:
+            raise LookupError("an option of the optimizer may change in place")
+        self._binding = binding
+        self._facts = facts_type()([*found, *facts])
+        self._numbers = self._number_facts()
+
+    def follow(self) -> bool:
+        """Whether all is as it was, but for numbers and counts, which are written."""
+        if not self._facts.hold():
+            return False
+        if self._numbers is None or not self._numbers.hold():
+            present = self._number_facts()  # before they are written: what changes meanwhile is written next time
+            if not self._binding.follow_numbers():
+                return False
+            self._numbers = present
+        return self._binding.follow_counts()
+
+    def _number_facts(self) -> Facts | None:
+        facts = self._binding.number_facts()
+        return None if facts is None else facts_type()(facts)
+
+
+class Shortcut:
+    """Finds the inputs of a replay of a whole step, update included, as `CallShortcut` does for calls.
 
     Args:
         repetition: of the present call.
@@ -47,20 +149,9 @@ class Shortcut:
         kwargs: Mapping[str, Any],
     ) -> None:
         assert program.binding is not None
-        self._binding: Binding = program.binding
-        self._inputs = [*repetition.sources, *program.state]
-        self._places = _argument_places(repetition.sources)
-        values = (*args, *kwargs.values())
-        self._constants = [(place, value) for place, value in enumerate(values) if type(value) is not torch.Tensor]
-        if not all(isinstance(value, _CONSTANTS) for _, value in self._constants):
-            raise LookupError("an argument may change in place")
-        if not program.stable.isdisjoint(position for position, _ in self._places):
-            raise LookupError("a part of the model is an argument")
-        self._num_args, self._names = len(args), tuple(kwargs)
-        self._guards, self._variables = repetition.guards, repetition.variables
-        self._args_name, self._kwargs_name = repetition.names
-        self._facts = _facts(repetition, spec, program, recording)
-        self._numbers = self._number_facts()
+        facts = _step_facts(len(repetition.sources), spec, program, recording)
+        self._call = CallShortcut(repetition, facts, args, kwargs, program.stable, program.state)
+        self._update = UpdateShortcut(program.binding)
 
     @classmethod
     def of(
@@ -83,31 +174,8 @@ class Shortcut:
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of the replay that answers a call, with all numbers written; None if the long way has to tell."""
-        if len(args) != self._num_args or tuple(kwargs) != self._names:
-            return None
-        variables = self._variables.copy()
-        variables[self._args_name], variables[self._kwargs_name] = args, kwargs
-        if not (self._facts.hold() and self._guards(variables)):
-            return None
-        values = (*args, *kwargs.values()) if kwargs else args
-        for place, value in self._constants:
-            if values[place] is not value:
-                return None
-        if self._numbers is None or not self._numbers.hold():
-            present = self._number_facts()  # before they are written: what changes meanwhile is written next time
-            if not self._binding.follow_numbers():
-                return None
-            self._numbers = present
-        if not self._binding.follow_counts():
-            return None
-        inputs: list[Any] = self._inputs.copy()
-        for position, place in self._places:
-            inputs[position] = values[place]
-        return inputs
-
-    def _number_facts(self) -> Facts | None:
-        facts = self._binding.number_facts()
-        return None if facts is None else facts_type()(facts)
+        inputs = self._call.inputs(args, kwargs)
+        return inputs if inputs is not None and self._update.follow() else None
 
 
 def _argument_places(sources: Sequence[object]) -> list[tuple[int, int]]:
@@ -115,26 +183,23 @@ def _argument_places(sources: Sequence[object]) -> list[tuple[int, int]]:
     return [(position, source.place) for position, source in enumerate(sources) if isinstance(source, Argument)]
 
 
-def _facts(repetition: Repetition, spec: StepSpec, program: StepProgram, recording: ByAddress) -> Facts:
-    """All that must stay as it is, but for arguments, numbers, step counts, and what Dynamo guards."""
-    assert program.binding is not None
-    update = program.binding.facts()
-    if update is None:
-        raise LookupError("an option of the optimizer may change in place")
+def call_facts(module: torch.nn.Module, device: torch.device) -> list[Fact]:
+    """What must stay around the calls of a module, for the next to run as the present one does."""
+    return [attribute(module, "training"), *ambient_facts(device), *surrounding_facts()]
+
+
+def _step_facts(num_sources: int, spec: StepSpec, program: StepProgram, recording: ByAddress) -> list[Fact]:
+    """All that must stay as it is, but for arguments, the update, and what Dynamo guards."""
     trained, scaler = spec.params(), spec.scaler
-    num_checked = len(repetition.sources) + (len(program.state) if scaler is not None else 0)
+    num_checked = num_sources + (len(program.state) if scaler is not None else 0)
     facts: list[Fact] = [
-        attribute(spec.module, "training"),
-        *ambient_facts(trained[0].device),
-        *surrounding_facts(),
+        *call_facts(spec.module, trained[0].device),
         *parameter_hook_facts(trained),
         *hook_facts(spec.optimizer),
-        *repetition.facts,
         *recording.facts(num_checked),
-        *update,
     ]
     if not spec.keep_grads:
         facts += [attribute(param, "grad") for param in spec.owned()]
     if scaler is not None:
         facts += [result(scaling, scaler), attribute(scaler, "_scale"), attribute(scaler, "_growth_tracker")]
-    return facts_type()(facts)
+    return facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from kitsune.loop.following import SPENT, Following, Tail
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
+from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
 
 
@@ -58,6 +60,9 @@ class SplitStep(GuardedStep):
         self._gradients, self._streams = gradients, streams
         self._graphs: _Graphs | None = None
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
+        self._shortcut: CallShortcut | None = None
+        self._num_shortcuts = 0  # so far
+        self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
 
     @property
     def executor(self) -> str | None:
@@ -99,10 +104,57 @@ class SplitStep(GuardedStep):
         self._log.add(RefusedError(refusal, passing=True))
         return count
 
+    def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        try:
+            done, output = super().replay(args, kwargs)
+            if done:
+                self._shortcut = self._find_shortcut(args, kwargs)
+            return done, output
+        finally:
+            self._flat = ()
+
+    def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Answers a call as `replay` would, in a shorter way; None, with nothing done, where that cannot be."""
+        graphs = self._graphs
+        flat = None if self._shortcut is None else self._shortcut.inputs(args, kwargs)
+        if flat is None or graphs is None or graphs.is_pending():
+            return None
+        self.replays += 1
+        self.declined = None
+        return graphs.call(flat)[0]
+
+    def _find_shortcut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShortcut | None:
+        """A shorter way to repeat the call that was just replayed, if there is one."""
+        if not self.chooser.settled or self.chooser.refusal is not None:
+            return None
+        if self._shortcut is not None and self._shortcut.inputs(args, kwargs) is not None:
+            return self._shortcut
+        if not may_try_shortcut(self._num_shortcuts, self.replays):
+            return None
+        self._num_shortcuts += 1
+        started = time.perf_counter()
+        shortcut = self._make_shortcut(args, kwargs)
+        self.setup_seconds += time.perf_counter() - started
+        if shortcut is None or self._refuse_call() is not None:
+            return None
+        inputs = shortcut.inputs(args, kwargs)
+        return shortcut if inputs is not None and same_tensors(inputs, self._flat) else None
+
+    def _make_shortcut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShortcut | None:
+        graphs, guarded = self._graphs, self._guarded
+        repetition = None if guarded is None else guarded.repetition(args, kwargs)
+        if repetition is None or graphs is None:
+            return None
+        facts = [*call_facts(self.module, self._flat[0].device), *graphs.forward.facts(len(self._flat))]
+        try:
+            return CallShortcut(repetition, facts, args, kwargs, graphs.stable)
+        except LookupError:
+            return None
+
     def _drop(self) -> None:
         if self._graphs is not None:
             self._graphs.release()
-        self._graphs = None
+        self._graphs = self._shortcut = None
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._graphs is None:
@@ -114,13 +166,13 @@ class SplitStep(GuardedStep):
             raise RefusedError(
                 Refusal("the model is called again before the backward pass of its last call"), passing=True
             )
-        outputs: Sequence[torch.Tensor] = _Replay.apply(self._graphs, *flat)  # type: ignore[no-untyped-call]
-        return self._graphs.followed(outputs)
+        self._flat = flat
+        return self._graphs.call(flat)
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
         self.verified = 0
         program = trace_split(graph, flat)
-        known = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        known = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
         forward = Recording(
             program.forward, flat, stable=stable, config=self._config, pool=GraphPool(self._streams), log=self._log
@@ -193,7 +245,7 @@ class _Graphs:
         self._tails: list[Tail] = []
         self.forward = forward
         self.again = again
-        self._stable = frozenset(stable)
+        self.stable = frozenset(stable)
         self._on_backward_again = weakref.WeakMethod(on_backward_again)
         self.copied_backwards = 0
         self.has_replayed_loss = False  # in the backward pass of the latest call
@@ -214,8 +266,11 @@ class _Graphs:
             outputs = [output.clone() for output in outputs]
         return outputs, values[count:]
 
-    def followed(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The outputs of a call as the loop gets them."""
+        return self._followed(_Replay.apply(self, *flat))  # type: ignore[no-untyped-call]
+
+    def _followed(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.has_replayed_loss = False
         if self.tail_step is None or (self._tails and all(tail.refused for tail in self._tails)):
             return outputs
@@ -255,14 +310,14 @@ class _Graphs:
         """The stable inputs, and the arguments, of a call that may have to be run again; none of one that cannot be."""
         if self.again is None:
             return [], []
-        stable = [tensor for place, tensor in enumerate(flat) if place in self._stable]
-        return stable, [tensor for place, tensor in enumerate(flat) if place not in self._stable]
+        stable = [tensor for place, tensor in enumerate(flat) if place in self.stable]
+        return stable, [tensor for place, tensor in enumerate(flat) if place not in self.stable]
 
     def unite(self, stable: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The inputs of a call that was divided."""
         parts = iter(stable), iter(arguments)
         count = len(stable) + len(arguments)
-        return [next(parts[place not in self._stable]) for place in range(count)]
+        return [next(parts[place not in self.stable]) for place in range(count)]
 
     def run_backward(
         self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import trace_tail
-from kitsune.capture.watch import refuse_parameter_hooks, refuse_surroundings
+from kitsune.capture.watch import (
+    parameter_hook_facts,
+    refuse_parameter_hooks,
+    refuse_surroundings,
+    surrounding_facts,
+)
 from kitsune.config import Config
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
@@ -22,6 +27,8 @@ from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
+from kitsune.native.build import facts_type
+from kitsune.native.facts import Facts
 
 
 @dataclass
@@ -33,6 +40,7 @@ class _Recorded:
         gives: whether the first one is the caller's already.
         trained: the parameters that get a gradient.
         static: the gradients, where the recording keeps them.
+        surroundings: hold as long as nothing wants to see the backward pass.
     """
 
     recording: Recording
@@ -41,6 +49,7 @@ class _Recorded:
     trained: list[Tensor]
     static: list[Tensor]
     handed_out: HandedOut
+    surroundings: Facts
 
 
 class TailStep:
@@ -78,11 +87,12 @@ class TailStep:
         Args:
             saved, outputs: what the recorded forward pass has returned.
         """
-        refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
-        if refusal is not None:
-            self._log.add(RefusedError(refusal, passing=True))
-            return None
         recorded = self._recorded.get(tail)
+        if recorded is None or not recorded.surroundings.hold():
+            refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
+            if refusal is not None:
+                self._log.add(RefusedError(refusal, passing=True))
+                return None
         if recorded is None:
             try:
                 recorded = self._recorded[tail] = self._record(tail, saved, outputs, wanted)
@@ -132,7 +142,8 @@ class TailStep:
             static = recording.executor.static_outputs()[len(program.results) :]
             self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
         trained = [self._trained[place] for place in program.gradient_places]
-        return _Recorded(recording, program.results, gives, trained, static, HandedOut(static))
+        surroundings = facts_type()([*surrounding_facts(), *parameter_hook_facts(self._trained.values())])
+        return _Recorded(recording, program.results, gives, trained, static, HandedOut(static), surroundings)
 
 
 def _inputs(tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -152,7 +163,7 @@ def _make_way(recorded: _Recorded) -> bool:
 
 def _may_add(trained: Sequence[Tensor]) -> bool:
     """Whether adding to gradients that are there is all that autograd would do."""
-    there = [param.grad for param in trained if param.grad is not None]
+    there = [grad for param in trained if (grad := param.grad) is not None]
     return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
+from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
@@ -17,6 +17,8 @@ from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import CaptureBudget, RefusalLog
 from kitsune.loop.recording import Recording
+from kitsune.loop.shortcut import UpdateShortcut
+from kitsune.native.facts import attribute
 
 _MAX_GRAPHS = 4
 _MAX_IN_PLACE = 2
@@ -28,12 +30,15 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 class _Update:
     """The captured update of one set of parameters.
 
-    `slots` hold the gradients where the recording reads them in place; empty where it takes any.
+    `slots` hold the gradients where the recording reads them in place; empty where it takes any. The `shortcut` tells
+    whether all but the gradients is as it was at the latest replay.
     """
 
     binding: Binding
     recording: Recording
     slots: list[torch.Tensor]
+    shortcut: UpdateShortcut | None = None
+    latest_inputs: Sequence[torch.Tensor] = ()
 
     def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         return [*self.binding.params, *_into_slots(grads, self.slots), *self.binding.inputs()]
@@ -68,12 +73,16 @@ class UpdateStep:
         self._budget = CaptureBudget()
         self._composed = config.compile
         self._updates: OrderedDict[_Key, _Update] = OrderedDict()
+        self._latest: _Update | None = None
         self._in_place: set[tuple[int, ...]] = set()
 
     def replay(self) -> bool:
         """Updates the parameters that have a gradient; False, with nothing done, if that has to run eagerly."""
         if self.refusal is not None:
             return False
+        if self._repeat():
+            self.replays += 1
+            return True
         try:
             self._run()
         except RefusedError as refused:
@@ -89,8 +98,22 @@ class UpdateStep:
         for update in self._updates.values():
             update.recording.release()
         self._updates.clear()
+        self._latest = None
+
+    def _repeat(self) -> bool:
+        """Updates as the latest replay did, if only the gradients' values are others; else nothing is done."""
+        update = self._latest
+        if update is None or update.shortcut is None:
+            return False
+        grads = [param.grad for param in update.binding.params]
+        if not all(map(_lies_in, grads, update.slots)) or not update.shortcut.follow():
+            return False
+        update.recording(update.latest_inputs)
+        update.binding.advance()
+        return True
 
     def _run(self) -> None:
+        self._latest = None
         hooks = refuse_hooks(self._optimizer)
         if hooks is not None:
             raise RefusedError(hooks, passing=True)
@@ -108,6 +131,26 @@ class UpdateStep:
             self._refresh(key, update, inputs)
         update.recording(inputs)
         update.binding.advance()
+        update.latest_inputs = inputs
+        if slots and update.shortcut is None:
+            update.shortcut = self._shortcut(update)
+        self._latest = update
+
+    def _shortcut(self, update: _Update) -> UpdateShortcut | None:
+        """For updates with gradients in the same slots, of the same parameters."""
+        taken = {id(param) for param in update.binding.params}
+        others = [
+            param for group in self._optimizer.param_groups for param in group["params"] if id(param) not in taken
+        ]
+        facts = [
+            *hook_facts(self._optimizer),
+            *update.recording.facts(len(taken)),
+            *(attribute(param, "grad") for param in others),
+        ]
+        try:
+            return UpdateShortcut(update.binding, facts)
+        except LookupError:
+            return None
 
     def _slots_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         """The static gradients that all of `grads` lie in; none if any lies elsewhere."""
@@ -176,6 +219,10 @@ class UpdateStep:
         if len(self._updates) >= _MAX_GRAPHS:
             _, oldest = self._updates.popitem(last=False)
             oldest.recording.release()
+
+
+def _lies_in(grad: torch.Tensor | None, slot: torch.Tensor) -> bool:
+    return grad is not None and grad.data_ptr() == slot.data_ptr() and grad.stride() == slot.stride()
 
 
 def _into_slots(grads: list[torch.Tensor], slots: list[torch.Tensor]) -> list[torch.Tensor]:

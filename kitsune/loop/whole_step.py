@@ -36,7 +36,7 @@ from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
-from kitsune.loop.shortcut import Shortcut
+from kitsune.loop.shortcut import Shortcut, may_try_shortcut, same_tensors
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
 from kitsune.plan.plan import Span
@@ -46,9 +46,6 @@ from kitsune.timing.stopwatch import stopwatch
 
 # What copies must take of a step before others are recorded that do without them.
 _WORTHWHILE = 0.003
-
-_FREE_SHORTCUTS = 4
-_REPLAYS_PER_SHORTCUT = 100
 
 # A step that has to be captured again and again is not tried again and again.
 _REPLAYS_BEFORE_MORE_TRIALS = 1000
@@ -287,7 +284,7 @@ class WholeStep(GuardedStep):
         assert self._guarded is not None and contest is not None and program is not None
         if shortcut is not None and shortcut.inputs(args, kwargs) is not None:  # the loop has been at other steps
             return shortcut
-        if self._num_shortcuts >= _FREE_SHORTCUTS + self.replays // _REPLAYS_PER_SHORTCUT:
+        if not may_try_shortcut(self._num_shortcuts, self.replays):
             return None
         self._num_shortcuts += 1
         started = time.perf_counter()
@@ -296,7 +293,7 @@ class WholeStep(GuardedStep):
         if shortcut is None or self._refuse_call() is not None or self._changed(self._flat) is not None:
             return None
         inputs = shortcut.inputs(args, kwargs)
-        return shortcut if inputs is not None and _same(inputs, [*self._flat, *program.state]) else None
+        return shortcut if inputs is not None and same_tensors(inputs, [*self._flat, *program.state]) else None
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
@@ -435,11 +432,11 @@ class WholeStep(GuardedStep):
         if not contest.winner.fits(flat if scaler is None else [*flat, *program.state]):
             return "a parameter or a buffer"
         if scaler is not None and (
-            program.scaling != scaling(scaler) or not _same(program.scale, scaler_tensors(scaler))
+            program.scaling != scaling(scaler) or not same_tensors(program.scale, scaler_tensors(scaler))
         ):
             return "the gradient scaler"
         sums = self._accumulators.sums
-        if program.sums and not _same(program.sums, [sums[id(param)] for param in program.params]):
+        if program.sums and not same_tensors(program.sums, [sums[id(param)] for param in program.params]):
             return "the accumulated gradients"
         if program.binding is not None:
             return program.binding.refresh()
@@ -452,10 +449,6 @@ def _is_skipped(program: StepProgram) -> bool:
     if program.found_inf is None or program.binding is None or not program.binding.needs_skip():
         return False
     return bool(program.found_inf.item())
-
-
-def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 
 
 def _choice(planned: Planned) -> tuple[bool, str, int]:

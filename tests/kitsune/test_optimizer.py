@@ -108,7 +108,7 @@ def test_wrong_arguments(
 
 def test_the_usual_loop() -> None:
     training = compare("drop_in")
-    assert training.status().covered == ("forward", "backward", "update")
+    assert training.status().covered == ("forward", "loss", "backward", "update")
 
 
 def test_zero_grad_after_the_step_and_zeroed_in_place() -> None:
@@ -583,7 +583,7 @@ def test_a_parameter_outside_of_any_module() -> None:
     losses, training = run("drop_in")
     assert losses == run("eager")[0]
     assert training.status().replays == 6
-    assert training.status().covered == ("forward", "backward", "update")
+    assert training.status().covered == ("forward", "loss", "backward", "update")
 
 
 def test_a_part_of_the_model_is_called_before_the_whole() -> None:

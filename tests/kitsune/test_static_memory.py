@@ -241,3 +241,57 @@ def test_two_trainings_take_turns() -> None:
         return [training.run(1, start=index) for index in range(8) for training in pair]
 
     assert run(("train_step", "drop_in")) == run(("eager", "eager"))
+
+
+def _replace_state(training: Training) -> None:
+    training.plain.load_state_dict(training.plain.state_dict())
+
+
+def _replace_gradient(training: Training) -> None:
+    """The next backward pass adds to it."""
+    training.model.last.bias.grad = torch.ones(3)
+
+
+def _hook(training: Training) -> None:
+    training.memo["handle"] = training.plain.register_step_post_hook(
+        lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.mul_(0.5)
+    )
+
+
+def _group(training: Training) -> None:
+    param = training.model.gain = nn.Parameter(torch.ones(()))
+    training.optimizer.add_param_group({"params": [param]})
+
+
+def _move(training: Training) -> None:
+    training.model.first.weight.data = training.model.first.weight.data.clone()
+
+
+def _step_count(training: Training) -> None:
+    training.plain.state[training.model.last.weight]["step"].fill_(50)
+
+
+UPDATES: dict[str, Any] = {
+    "weight decay": lambda training: training.optimizer.param_groups[0].update(weight_decay=0.5),
+    "the rate as a tensor": lambda training: training.optimizer.param_groups[0].update(lr=torch.tensor(0.01)),
+    "maximize": lambda training: training.optimizer.param_groups[0].update(maximize=True),
+    "state": _replace_state,
+    "a gradient": _replace_gradient,
+    "a hook": _hook,
+    "a group": _group,
+    "an address": _move,
+    "a step count": _step_count,
+    "frozen": lambda training: training.model.first.requires_grad_(False),
+    "no state": lambda training: training.plain.state.clear(),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_what_an_update_depends_on_changes(name: str) -> None:
+    """After it has been repeated without a closer look; twice, since the first change may have ended that."""
+
+    def edit(training: Training, index: int) -> None:
+        if index in (6, 9):
+            UPDATES[name](training)
+
+    compare("drop_in", steps=12, edit=edit, replays=5, rtol=2e-6, atol=1e-7)

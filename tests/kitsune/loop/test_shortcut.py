@@ -578,15 +578,15 @@ def test_an_interrupt_while_facts_are_checked(taken: list[bool]) -> None:
     assert latest is not None
     assert latest._shortcut is not None
     before = training.observe()
-    shortcut_facts = latest._shortcut._facts
+    shortcut_facts = latest._shortcut._call._facts
     try:
         Interrupting.error = KeyboardInterrupt
-        latest._shortcut._facts = PythonFacts([(0, model, "watched", model)])  # type: ignore[list-item]
+        latest._shortcut._call._facts = PythonFacts([(0, model, "watched", model)])  # type: ignore[list-item]
         with pytest.raises(KeyboardInterrupt):
             training.run(1, start=5)
     finally:
         Interrupting.error = None
-        latest._shortcut._facts = shortcut_facts
+        latest._shortcut._call._facts = shortcut_facts
     after = training.observe()
     assert all(torch.equal(after[name], value) for name, value in before.items() if value is not None)
     training.run(1, start=5)
