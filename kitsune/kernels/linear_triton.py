@@ -46,7 +46,7 @@ _FORMS = (
     Form(128, 128, 64, 1, 8, 3),
 )
 _MOST_TILES = 4096
-_SMALLEST_BLOCK = 16  # of `tl.dot`
+SMALLEST_BLOCK = 16  # of `tl.dot`
 
 
 def forms(num_rows: int, num_cols: int, num_deep: int, candidates: Sequence[Form] = _FORMS) -> tuple[Form, ...]:
@@ -55,7 +55,7 @@ def forms(num_rows: int, num_cols: int, num_deep: int, candidates: Sequence[Form
     Tiles are no larger than the result, and not too many; what is summed at a time is no more than there is.
     """
     most_rows, most_cols, most_deep = (
-        max(_SMALLEST_BLOCK, triton.next_power_of_2(size)) for size in (num_rows, num_cols, num_deep)
+        max(SMALLEST_BLOCK, triton.next_power_of_2(size)) for size in (num_rows, num_cols, num_deep)
     )
     fitting = [
         form._replace(depth=min(form.depth, most_deep))

@@ -38,9 +38,7 @@ Machine = tuple[str, Callable[..., None], Callable[..., None]]
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    module = interpreted("adam_triton", "linear_triton", "grouped_update_triton")
-    module.WIDTHS = (2, 4, 6)  # the interpreter takes its time for each
-    return module
+    return interpreted("adam_triton", "linear_triton", "grouped_update_triton")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -210,7 +208,7 @@ def test_what_may_be_left_out_changes_nothing(
     form = kernels.Form(*FORMS[0])  # another form may sum in another order
     expected = [update(machine, layers, form=form) for update in (adam, sgd)]
     module = machine[1].__globals__
-    monkeypatch.setitem(module, "WIDTHS", (2, 4))
+    monkeypatch.setitem(module, "PARAMETERS_A_LAUNCH", 4)
     for update, values in zip((adam, sgd), expected, strict=True):
         found = update(machine, layers, grads=layers.zeros(), shadows=layers.zeros(torch.float16), form=form)
         for name, tensors in values.items():
