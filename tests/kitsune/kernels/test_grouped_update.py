@@ -22,6 +22,7 @@ from tests.kitsune.kernels.interpreter import as_laid_out, error, interpreted, n
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
 BATCH = 19
