@@ -1,8 +1,8 @@
 """The Triton kernels of `kitsune.kernels.grouped_update`, and their launches. To be imported where Triton is installed.
 
 A program computes one tile of one parameter's gradient and updates it, by the arithmetic of
-`kitsune.kernels.adam_triton`. Each parameter has a branch of its own in the kernel, compiled for its shape. A branch
-for all would first have to choose from a dozen lists, and hold in registers what the most demanding parameter needs.
+`kitsune.kernels.adam_triton`. Parameters that are alike have a branch of their own in the kernel, compiled for their
+shape. A branch for all would choose from a dozen lists first, and hold in registers what the most demanding one needs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from kitsune.kernels.tuning import choose
 
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Tensors]
+Group = tuple[int, ...]
+"""Indices of parameters that are alike: they and what belongs to them have the same shapes, strides and data types."""
+Groups = tuple[tuple[torch.Tensor, ...], ...]
+"""The tensors of several groups."""
 
 PARAMETERS_A_LAUNCH = 16
 
@@ -48,23 +52,38 @@ _FORMS = (
 
 
 class _Layout(NamedTuple):
-    """How a launch is divided among its parameters: constants of a kernel, each with an entry for every parameter.
+    """How a launch is divided: constants of a kernel, each with an entry for every group of parameters that are alike.
 
     Attributes:
         first_blocks: the program that has the first tile; at the end the number of programs.
+        num_tiles: of one parameter.
         batches: how many rows are summed over.
         shapes: rows and columns of the gradient; a bias has no columns.
         strides: how far rows of the gradient of the output, and of the layer's input, are apart.
         tiles: rows and columns of a tile.
         precisions: see `precision_of`.
+        aligned: whether loads and stores of 16 bytes may begin at the first elements.
     """
 
     first_blocks: tuple[int, ...]
+    num_tiles: tuple[int, ...]
     batches: tuple[int, ...]
     shapes: tuple[tuple[int, int], ...]
     strides: tuple[tuple[int, int], ...]
     tiles: tuple[tuple[int, int], ...]
     precisions: tuple[str, ...]
+    aligned: tuple[bool, ...]
+
+
+@triton.jit
+def _choose(member: tl.tensor, pointers: tl.tuple, aligned: tl.constexpr, index: tl.constexpr) -> tl.tensor:
+    """The one of the pointers that has this place."""
+    pointer = pointers[0]
+    for place in tl.static_range(1, len(pointers)):
+        pointer = tl.where(member == place, pointers[place], pointer)
+    if aligned[index] and len(pointers) > 1:
+        pointer = tl.multiple_of(pointer, 16)  # Triton knows it of each, and forgets it
+    return pointer
 
 
 @triton.jit
@@ -164,11 +183,13 @@ def _linear_adam(
     has_grads: tl.constexpr,
     has_shadows: tl.constexpr,
     first_blocks: tl.constexpr,
+    num_tiles: tl.constexpr,
     batches: tl.constexpr,
     shapes: tl.constexpr,
     strides: tl.constexpr,
     tiles: tl.constexpr,
     precisions: tl.constexpr,
+    aligned: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
@@ -178,27 +199,34 @@ def _linear_adam(
     block = tl.program_id(0)
     for index in tl.static_range(len(parameters)):
         if (block >= first_blocks[index]) & (block < first_blocks[index + 1]):
-            tile = block - first_blocks[index]
+            member = (block - first_blocks[index]) // num_tiles[index]
+            tile = (block - first_blocks[index]) % num_tiles[index]
             offsets, mask = _place(tile, index, shapes, tiles)
+            param_at = _choose(member, parameters[index], aligned, index) + offsets
+            exp_avg_at = _choose(member, exp_avgs[index], aligned, index) + offsets
+            exp_avg_sq_at = _choose(member, exp_avg_sqs[index], aligned, index) + offsets
             # Read first: none of it waits for the gradient.
-            before = tl.load(parameters[index] + offsets, mask)
-            average = tl.load(exp_avgs[index] + offsets, mask)
-            average_of_squares = tl.load(exp_avg_sqs[index] + offsets, mask)
+            before = tl.load(param_at, mask)
+            average = tl.load(exp_avg_at, mask)
+            average_of_squares = tl.load(exp_avg_sq_at, mask)
             rate = tl.load(lr)
-            step_size, root_correction2 = corrections(rate, tl.load(steps[index]), log_beta1, log_beta2)
+            count = tl.load(_choose(member, steps[index], aligned, index))
+            step_size, root_correction2 = corrections(rate, count, log_beta1, log_beta2)
             grad = _gradient(
-                tile, index, grad_outputs[index], inputs[index], batches, shapes, strides, tiles, precisions,
+                tile, index, _choose(member, grad_outputs[index], aligned, index),
+                _choose(member, inputs[index], aligned, index), batches, shapes, strides, tiles, precisions,
                 depth, slices,
             )  # fmt: skip
             if has_grads:
-                tl.store(grads[index] + offsets, grad, mask)
+                tl.store(_choose(member, grads[index], aligned, index) + offsets, grad, mask)
             param = update(
-                before, grad, average, average_of_squares, parameters[index] + offsets, exp_avgs[index] + offsets,
-                exp_avg_sqs[index] + offsets, max_exp_avg_sqs[index] + offsets, mask, rate, step_size,
+                before, grad, average, average_of_squares, param_at, exp_avg_at, exp_avg_sq_at,
+                _choose(member, max_exp_avg_sqs[index], aligned, index) + offsets, mask, rate, step_size,
                 root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
             )  # fmt: skip
             if has_shadows:
-                tl.store(shadows[index] + offsets, param.to(shadows[index].dtype.element_ty), mask)
+                shadow = _choose(member, shadows[index], aligned, index)
+                tl.store(shadow + offsets, param.to(shadow.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["lr", "found_inf"])
@@ -221,11 +249,13 @@ def _linear_sgd(
     has_grads: tl.constexpr,
     has_shadows: tl.constexpr,
     first_blocks: tl.constexpr,
+    num_tiles: tl.constexpr,
     batches: tl.constexpr,
     shapes: tl.constexpr,
     strides: tl.constexpr,
     tiles: tl.constexpr,
     precisions: tl.constexpr,
+    aligned: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
@@ -235,31 +265,36 @@ def _linear_sgd(
     block = tl.program_id(0)
     for index in tl.static_range(len(parameters)):
         if (block >= first_blocks[index]) & (block < first_blocks[index + 1]):
-            tile = block - first_blocks[index]
+            member = (block - first_blocks[index]) // num_tiles[index]
+            tile = (block - first_blocks[index]) % num_tiles[index]
             offsets, mask = _place(tile, index, shapes, tiles)
-            param = tl.load(parameters[index] + offsets, mask)  # first: it does not wait for the gradient
+            param_at = _choose(member, parameters[index], aligned, index) + offsets
+            param = tl.load(param_at, mask)  # first: it does not wait for the gradient
             grad = _gradient(
-                tile, index, grad_outputs[index], inputs[index], batches, shapes, strides, tiles, precisions,
+                tile, index, _choose(member, grad_outputs[index], aligned, index),
+                _choose(member, inputs[index], aligned, index), batches, shapes, strides, tiles, precisions,
                 depth, slices,
             )  # fmt: skip
             if has_grads:
-                tl.store(grads[index] + offsets, grad, mask)
+                tl.store(_choose(member, grads[index], aligned, index) + offsets, grad, mask)
             if maximize:
                 grad = -grad
             if decays:
                 grad += param * weight_decay
             if has_momentum:
                 # See `update`.
-                average = tl.fma(grad, undamped, tl.load(momentum_buffers[index] + offsets, mask) * momentum)
-                tl.store(momentum_buffers[index] + offsets, average, mask)
+                buffer_at = _choose(member, momentum_buffers[index], aligned, index) + offsets
+                average = tl.fma(grad, undamped, tl.load(buffer_at, mask) * momentum)
+                tl.store(buffer_at, average, mask)
                 if nesterov:
                     grad += average * momentum
                 else:
                     grad = average
             param -= tl.load(lr) * grad
-            tl.store(parameters[index] + offsets, param, mask)
+            tl.store(param_at, param, mask)
             if has_shadows:
-                tl.store(shadows[index] + offsets, param.to(shadows[index].dtype.element_ty), mask)
+                shadow = _choose(member, shadows[index], aligned, index)
+                tl.store(shadow + offsets, param.to(shadow.dtype.element_ty), mask)
 
 
 def linear_adam(
@@ -374,19 +409,14 @@ def _launch(
     form: Form | None,
 ) -> None:
     """Launches `kernel` for each part of the parameters, which are the first of the lists `written`."""
-    for part in _parts(written[0]):
-        grads, xs = (tuple(tensors[layers[index]] for index in part) for tensors in (grad_outputs, inputs))
-        states, scalars = ([tuple(one[index] for index in part) for one in lists] for lists in (written, read))
+    operands = [[tensors[layer] for layer in layers] for tensors in (grad_outputs, inputs)]
+    for part in _parts([*operands, *written]):
 
         def run(
-            form: Form,
-            states: Lists,
-            found_inf: torch.Tensor | None,
-            grads: tuple[torch.Tensor, ...] = grads,
-            xs: tuple[torch.Tensor, ...] = xs,
-            scalars: Lists = scalars,
+            form: Form, states: Sequence[Groups], found_inf: torch.Tensor | None, part: Sequence[Group] = part
         ) -> None:
-            layout = _layout(grads, xs, states[0], form, allow_tf32)
+            grads, xs, *scalars = (_grouped(tensors, part) for tensors in (*operands, *read))
+            layout = _layout(grads, xs, states, form, allow_tf32)
             kernel[(layout.first_blocks[-1],)](
                 grads,
                 xs,
@@ -403,50 +433,81 @@ def _launch(
                 num_stages=form.num_stages,
             )
 
+        grads, xs, *states = (_grouped(tensors, part) for tensors in (*operands, *written))
         run(form or _fastest(kernel, grads, xs, states, f"{flags} tf32={allow_tf32}", run), states, found_inf)
 
 
-def _parts(parameters: Tensors) -> Iterator[Sequence[int]]:
-    """Indices of parameters that hold anything, for a launch each."""
-    indices = [index for index, parameter in enumerate(parameters) if parameter.numel()]
-    for begin in range(0, len(indices), PARAMETERS_A_LAUNCH):
-        yield indices[begin : begin + PARAMETERS_A_LAUNCH]
+def _parts(lists: Lists) -> Iterator[Sequence[Group]]:
+    """Groups of parameters that hold anything, and are alike, for a launch each.
+
+    Args:
+        lists: what belongs to each parameter: the gradient of the output, the layer's input, the parameter, its state.
+    """
+    alike: dict[object, list[int]] = {}
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        if tensors[2].numel():
+            kind = tensors[2].shape, *((one.shape[0], one.stride(), one.dtype) for one in tensors[:2])
+            alike.setdefault((kind, all(map(is_aligned, tensors))), []).append(index)
+    part: list[Group] = []
+    for indices in alike.values():
+        for begin in range(0, len(indices), PARAMETERS_A_LAUNCH):
+            group = tuple(indices[begin : begin + PARAMETERS_A_LAUNCH])
+            if sum(map(len, part)) + len(group) > PARAMETERS_A_LAUNCH:
+                yield part
+                part = []
+            part.append(group)
+    if part:
+        yield part
+
+
+def _grouped(tensors: Tensors, part: Sequence[Group]) -> Groups:
+    return tuple(tuple(tensors[index] for index in group) for group in part)
 
 
 def _fastest(
-    kernel: Any, grads: Tensors, xs: Tensors, states: Lists, options: str, run: Callable[[Form, Lists, None], None]
+    kernel: Any,
+    grads: Groups,
+    xs: Groups,
+    states: Sequence[Groups],
+    options: str,
+    run: Callable[[Form, Sequence[Groups], None], None],
 ) -> Form:
     """The fastest form; it is found on copies of what the kernel updates."""
-    copies: list[tuple[torch.Tensor, ...]] = []
+    copies: list[Groups] = []
     copying = Lock()
 
     def trial(form: Form) -> None:
         with copying:  # several threads try a form each, and the first comer makes the copies for all
             if not copies:
-                copies.extend([tuple(tensor.clone() for tensor in tensors) for tensors in states])
+                copies.extend([tuple(tuple(one.clone() for one in group) for group in groups) for groups in states])
         run(form, copies, None)
 
-    aligned = all(is_aligned(tensor) for tensors in states for tensor in tensors)
-    key = f"{kernel.__name__} {describe([*grads, *xs, *states[0]])} {aligned} {options}"
-    shapes = [(*_shape(one), grad.shape[0]) for grad, one in zip(grads, states[0], strict=True)]
+    aligned = all(is_aligned(one) for groups in states for group in groups for one in group)
+    described = describe([one for groups in (grads, xs, states[0]) for group in groups for one in group])
+    shapes = [(*_shape(group[0]), grad[0].shape[0]) for grad, group in zip(grads, states[0], strict=True)]
     rows, cols, batch = (max(sizes) for sizes in zip(*shapes, strict=True))
-    return choose(key, forms(rows, cols, batch, _FORMS), trial, grads[0].device)
+    key = f"{kernel.__name__} {described} {aligned} {options}"
+    return choose(key, forms(rows, cols, batch, _FORMS), trial, grads[0][0].device)
 
 
-def _layout(grads: Tensors, xs: Tensors, parameters: Tensors, form: Form, allow_tf32: bool) -> _Layout:
-    shapes = tuple(map(_shape, parameters))
+def _layout(grads: Groups, xs: Groups, states: Sequence[Groups], form: Form, allow_tf32: bool) -> _Layout:
+    firsts = [(grad[0], x[0]) for grad, x in zip(grads, xs, strict=True)]
+    shapes = tuple(_shape(group[0]) for group in states[0])
     tiles = tuple((_block(rows, form.rows), _block(cols, form.cols)) for rows, cols in shapes)
-    counts = (
+    num_tiles = tuple(
         triton.cdiv(rows, block_rows) * triton.cdiv(cols or 1, block_cols)
         for (rows, cols), (block_rows, block_cols) in zip(shapes, tiles, strict=True)
     )
+    groups = zip(grads, xs, *states, strict=True)
     return _Layout(
-        (0, *itertools.accumulate(counts)),
-        tuple(grad.shape[0] for grad in grads),
+        (0, *itertools.accumulate(len(group) * num for group, num in zip(grads, num_tiles, strict=True))),
+        num_tiles,
+        tuple(grad.shape[0] for grad, _ in firsts),
         shapes,
-        tuple((grad.stride(0), x.stride(0)) for grad, x in zip(grads, xs, strict=True)),
+        tuple((grad.stride(0), x.stride(0)) for grad, x in firsts),
         tiles,
-        tuple(precision_of(grad.dtype, allow_tf32) for grad in grads),
+        tuple(precision_of(grad.dtype, allow_tf32) for grad, _ in firsts),
+        tuple(all(is_aligned(one) for tensors in group for one in tensors) for group in groups),
     )
 
 

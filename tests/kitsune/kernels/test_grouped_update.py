@@ -216,6 +216,36 @@ def test_what_may_be_left_out_changes_nothing(
             assert all(map(torch.equal, found[name], tensors)), name
 
 
+def test_layers_that_are_alike_share_branches(
+    machine: Machine, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether in one launch or in several, each parameter is updated as if it were alone, with its own step count."""
+    shapes = [(16, 8), (16, 8), (5, 16), (16, 8)]
+    parts = [
+        [normal(shape, torch.float32, machine[0], 10 * kind + seed) for seed, shape in enumerate(some)]
+        for kind, some in enumerate([[(BATCH, n) for n, _ in shapes], [(BATCH, k) for _, k in shapes]])
+    ]
+    parameters = [normal(size, torch.float32, machine[0], 20) for shape in shapes for size in (shape, shape[:1])]
+    steps = [torch.tensor(float(1 + index), device=machine[0]) for index in range(len(parameters))]
+    lr = torch.tensor(1e-2, device=machine[0])
+
+    def update(chosen: Sequence[int]) -> list[list[Tensor]]:
+        updated = [parameters[index].clone() for index in chosen]
+        state = [updated, *([torch.zeros_like(one) for one in updated] for _ in range(2))]
+        machine[1](
+            *parts, [index // 2 for index in chosen], *state, [], [steps[index] for index in chosen], [], [], lr=lr,
+            form=kernels.Form(*FORMS[0]), **ADAM,
+        )  # fmt: skip
+        return state
+
+    alone = [update([index]) for index in range(len(parameters))]
+    for most in (16, 3):
+        monkeypatch.setitem(machine[1].__globals__, "PARAMETERS_A_LAUNCH", most)
+        together = zip(*update(range(len(parameters))), strict=True)
+        for found, expected in zip(together, alone, strict=True):
+            assert all(torch.equal(one, other) for one, (other,) in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("update", [adam, sgd])
 def test_choosing_a_form_changes_nothing(
     machine: Machine, update: Callable[..., dict[str, list[Tensor]]], monkeypatch: pytest.MonkeyPatch
@@ -253,13 +283,15 @@ def test_forms_that_are_tried_at_the_same_time_share_whole_copies(
         time.sleep(0.005)
         return tensor.detach()
 
-    def note(form: Any, states: list[list[Tensor]], found_inf: None) -> None:
-        shapes.append([[one.shape for one in tensors] for tensors in states])
+    def note(form: Any, states: list[Any], found_inf: None) -> None:
+        shapes.append([[one.shape for group in groups for one in group] for groups in states])
 
     monkeypatch.setattr(kernels, "choose", try_at_the_same_time)
     monkeypatch.setattr(Tensor, "clone", clone_slowly)
-    grads, xs = ([tensors[index] for index in layers.layers] for tensors in layers.tensors(1))
-    kernels._fastest(kernels._linear_sgd, grads, xs, [layers.parameters] * 4, "", note)
+    part = [(index,) for index in layers.layers]
+    grads, xs = (kernels._grouped(tensors, part) for tensors in layers.tensors(1))
+    states = [tuple((one,) for one in layers.parameters)] * 4
+    kernels._fastest(kernels._linear_sgd, grads, xs, states, "", note)
     assert shapes == [[[one.shape for one in layers.parameters]] * 4] * 4
 
 
