@@ -29,6 +29,7 @@ class Mirrors:
     def __init__(self, rule: Rule) -> None:
         self.originals: list[torch.Tensor] = []
         self._rule = rule
+        self._mirrors: list[_Mirror] = []
         self._steps: dict[float, _Mirror] = {}
         self._computed: dict[tuple[Any, ...], _Computed] = {}
 
@@ -39,7 +40,7 @@ class Mirrors:
         value = _value("step", step)
         mirror = self._steps.get(value)
         if mirror is None:
-            mirror = self._steps[value] = _Mirror(value, torch.float32, device)
+            mirror = self._steps[value] = self._mirror(value, torch.float32, device)
         self._follow(mirror, step)
         return mirror.tensor
 
@@ -55,17 +56,14 @@ class Mirrors:
         key = (name, scalar.dtype, value, group, count)
         computed = self._computed.get(key)
         if computed is None:
-            mirror = _Mirror(value, scalar.dtype, device)
+            mirror = self._mirror(value, scalar.dtype, device)
             computed = self._computed[key] = _Computed(name, group, self._steps[count], mirror)
         self._follow(computed.mirror, scalar)
         return computed.mirror.tensor
 
     def refresh(self) -> bool:
         """Makes the mirrors what the host's scalars are; False if those that shared one are no longer equal."""
-        if not self._steps:
-            return True
-        computed = (computed.mirror for computed in self._computed.values())
-        return all(mirror.refresh() for mirror in (*self._steps.values(), *computed))
+        return all(map(_Mirror.refresh, self._mirrors))
 
     def advance(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Computes on the host, for the optimizer's `groups`, what a replay has computed on the device."""
@@ -75,6 +73,11 @@ class Mirrors:
             mirror, options = computed.mirror, groups[computed.group]
             value = torch.tensor(mirror.value, dtype=mirror.tensor.dtype)
             mirror.set(float(self._rule.next_scalar(computed.name, value, computed.steps.value, options)))
+
+    def _mirror(self, value: float, dtype: torch.dtype, device: torch.device) -> _Mirror:
+        mirror = _Mirror(value, dtype, device)
+        self._mirrors.append(mirror)
+        return mirror
 
     def _follow(self, mirror: _Mirror, original: torch.Tensor) -> None:
         mirror.follow(original)
@@ -94,13 +97,18 @@ class _Mirror:
         self._originals.append(kind.from_address(original.data_ptr()))
 
     def refresh(self) -> bool:
-        values = {original.value for original in self._originals}
-        if len(values) != 1:
+        value = self.value
+        for original in self._originals:
+            if original.value != value:
+                return self._reread()
+        return True
+
+    def _reread(self) -> bool:
+        value, *others = [original.value for original in self._originals]
+        if any(other != value for other in others):
             return False
-        value = values.pop()
-        if value != self.value:
-            self.tensor.fill_(value)
-            self.value = value
+        self.tensor.fill_(value)
+        self.value = value
         return True
 
     def set(self, value: float) -> None:

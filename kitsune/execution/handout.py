@@ -93,8 +93,8 @@ class _Row:
         assert self._value is not None
         self._places = []  # before there is another row
         row = torch.empty(PLACES, dtype=self._value.dtype, device=self._device)
-        places = torch.unsafe_split(row, 1)  # each with a version of its own
-        self._places = [place.resize_(self._value.shape) for place in places]
+        places = row.view(PLACES, *self._value.shape).unbind()
+        self._places = [place.data for place in places]  # each with a version of its own
         self._num_taken = self._num_written = 0
         self._cell.fill_(row.data_ptr())
         self._stream = stream

@@ -16,7 +16,6 @@ Tensors = Sequence[torch.Tensor]
 TENSORS_A_LAUNCH = 32
 FEW_TENSORS = 16  # a launch is this wide for models of no more tensors
 _BLOCK_SIZE = 512
-_CHUNKS = 1
 _NUM_WARPS = 4
 _NO_BLOCK = 2**30 - 1  # as the first block of a tensor: no program reaches it
 _ALIGNMENT_BYTES = 16
@@ -38,6 +37,63 @@ def _at(pointer: tl.tensor, offsets: tl.tensor, aligned: tl.constexpr) -> tl.ten
     if aligned:
         addresses = tl.multiple_of(addresses, 16)
     return addresses
+
+
+_INVERSE_FACTORIALS = tl.constexpr(tuple(1 / math.factorial(number) for number in range(14)))
+
+
+@triton.jit
+def _exp(x: tl.tensor) -> tl.tensor:
+    """The exponential function of a float64 scalar that is not positive, to a few units in the last place.
+
+    As `tl.exp`, but without branches, so that others are computed at the same time.
+    """
+    x = tl.maximum(x, -700.0)
+    shifted = tl.fma(x, 1.4426950408889634, 6755399441055744.0)  # its lowest bits are the nearest integer
+    integer = shifted - 6755399441055744.0
+    power = ((shifted.to(tl.int64, bitcast=True) + 1023) << 52).to(tl.float64, bitcast=True)
+    x = tl.fma(integer, -1.9082149292705877e-10, tl.fma(integer, -0.6931471803691238, x))
+    series = x * _INVERSE_FACTORIALS[13] + _INVERSE_FACTORIALS[12]  # of Taylor
+    for place in tl.static_range(12):
+        series = tl.fma(series, x, _INVERSE_FACTORIALS[11 - place])
+    return series * power
+
+
+# `tl.sqrt_rn` and `tl.div_rn` branch at each element, and so keep a thread's elements from being computed side by side.
+
+
+@triton.jit
+def _root(x: tl.tensor) -> tl.tensor:
+    """The square root of a float32 block or scalar, rounded to nearest."""
+    is_small = x < 2.0**-100
+    scaled = tl.where(is_small, x * 2.0**100, x)
+    inverse = tl.rsqrt(scaled)
+    root = scaled * inverse
+    root = tl.fma(tl.fma(-root, root, scaled), 0.5 * inverse, root)
+    return tl.where((x == 0) | (x == float("inf")), x, tl.where(is_small, root * 2.0**-50, root))
+
+
+@triton.jit
+def _quotient(x: tl.tensor, y: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """The quotient of float32 blocks or scalars, rounded to nearest; `inverse` is nearly that of `y`.
+
+    It may be off by a unit in the last place where `x` is smaller than 2**-100.
+    """
+    closer = tl.fma(inverse, tl.fma(-y, inverse, 1.0), inverse)
+    quotient = x * closer
+    quotient = tl.fma(tl.fma(-y, quotient, x), closer, quotient)
+    return tl.where(quotient == quotient, quotient, x * inverse)  # of infinities and zeros
+
+
+@triton.jit
+def corrections(
+    lr: tl.tensor, count: tl.tensor, log_beta1: tl.float64, log_beta2: tl.float64
+) -> tuple[tl.tensor, tl.tensor]:
+    """The step size in the step of this number, and the square root of the second bias correction."""
+    count = count.to(tl.float64)
+    correction1 = (1 - _exp(count * log_beta1)).to(tl.float32)
+    correction2 = (1 - _exp(count * log_beta2)).to(tl.float32)
+    return _quotient(lr, correction1, 1 / correction1), _root(correction2)
 
 
 @triton.jit
@@ -82,8 +138,9 @@ def update(
         largest = tl.load(max_exp_avg_sq_at, mask)
         exp_avg_sq = tl.maximum(largest, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_exp_avg_sq_at, exp_avg_sq, mask)
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), root_correction2) + eps
-    param = tl.fma(tl.div_rn(exp_avg, denominator), -step_size, param)
+    denominator = _quotient(_root(exp_avg_sq), root_correction2, 1 / root_correction2) + eps
+    inverse_root = tl.rsqrt(denominator)
+    param = tl.fma(_quotient(exp_avg, denominator, inverse_root * inverse_root), -step_size, param)
     tl.store(param_at, param, mask)
     return param
 
@@ -144,7 +201,6 @@ def _adam(
     decay: tl.constexpr,
     maximize: tl.constexpr,
     aligned: tl.constexpr,
-    chunks: tl.constexpr,
     block_size: tl.constexpr,
 ) -> None:
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
@@ -161,30 +217,24 @@ def _adam(
     if amsgrad:
         max_exp_avg_sq = _pick(block, odd_first_blocks, max_exp_avg_sqs)
     rate = tl.load(lr)
-    count = tl.load(_pick(block, odd_first_blocks, steps)).to(tl.float64)
-    correction1 = 1 - tl.exp(count * log_beta1)
-    correction2 = 1 - tl.exp(count * log_beta2)
-    step_size = tl.div_rn(rate, correction1.to(tl.float32))
-    root_correction2 = tl.sqrt_rn(correction2.to(tl.float32))
-    start = (block - first_block).to(tl.int64) * (chunks * block_size)
-    if start + chunks * block_size <= size:
-        for chunk in tl.static_range(chunks):
-            offsets = start + chunk * block_size + tl.arange(0, block_size)
-            _update_block(
-                _at(param, offsets, aligned), _at(grad, offsets, aligned), _at(exp_avg, offsets, aligned),
-                _at(exp_avg_sq, offsets, aligned), _at(max_exp_avg_sq, offsets, aligned), None,
-                rate, step_size, root_correction2,
-                beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
-            )  # fmt: skip
+    count = tl.load(_pick(block, odd_first_blocks, steps))
+    step_size, root_correction2 = corrections(rate, count, log_beta1, log_beta2)
+    start = (block - first_block).to(tl.int64) * block_size
+    offsets = start + tl.arange(0, block_size)
+    if start + block_size <= size:
+        _update_block(
+            _at(param, offsets, aligned), _at(grad, offsets, aligned), _at(exp_avg, offsets, aligned),
+            _at(exp_avg_sq, offsets, aligned), _at(max_exp_avg_sq, offsets, aligned), None,
+            rate, step_size, root_correction2,
+            beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+        )  # fmt: skip
     else:
-        for chunk in tl.static_range(chunks):
-            offsets = start + chunk * block_size + tl.arange(0, block_size)
-            _update_block(
-                _at(param, offsets, aligned), _at(grad, offsets, aligned), _at(exp_avg, offsets, aligned),
-                _at(exp_avg_sq, offsets, aligned), _at(max_exp_avg_sq, offsets, aligned), offsets < size,
-                rate, step_size, root_correction2,
-                beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
-            )  # fmt: skip
+        _update_block(
+            _at(param, offsets, aligned), _at(grad, offsets, aligned), _at(exp_avg, offsets, aligned),
+            _at(exp_avg_sq, offsets, aligned), _at(max_exp_avg_sq, offsets, aligned), offsets < size,
+            rate, step_size, root_correction2,
+            beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+        )  # fmt: skip
 
 
 def launch(
@@ -214,7 +264,7 @@ def launch(
     for begin in range(0, len(chosen), width):
         part = chosen[begin : begin + width]
         sizes = [params[index].numel() for index in part]
-        first_blocks = [0, *itertools.accumulate(triton.cdiv(size, _BLOCK_SIZE * _CHUNKS) for size in sizes)]
+        first_blocks = [0, *itertools.accumulate(triton.cdiv(size, _BLOCK_SIZE) for size in sizes)]
         num_blocks = first_blocks.pop()
         unused = width - len(part)
         part += part[-1:] * unused
@@ -240,7 +290,6 @@ def launch(
             decay=decay,
             maximize=maximize,
             aligned=all(tensor.data_ptr() % _ALIGNMENT_BYTES == 0 for tensors in lists[:5] for tensor in tensors),
-            chunks=_CHUNKS,
             block_size=_BLOCK_SIZE,
             num_warps=_NUM_WARPS,
         )

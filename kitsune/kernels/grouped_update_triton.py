@@ -1,7 +1,8 @@
 """The Triton kernels of `kitsune.kernels.grouped_update`, and their launches. To be imported where Triton is installed.
 
-A program computes one tile of one parameter's gradient and updates it. Which parameter that is, it finds as in
-`kitsune.kernels.adam_triton`, whose arithmetic it uses.
+A program computes one tile of one parameter's gradient and updates it, by the arithmetic of
+`kitsune.kernels.adam_triton`. Parameters that are alike have a branch of their own in the kernel, compiled for their
+shape. A branch for all would choose from a dozen lists first, and hold in registers what the most demanding one needs.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kitsune.kernels.adam_triton import _NO_BLOCK, _log, _odd, _pick, update
+from kitsune.kernels.adam_triton import _log, corrections, update
 from kitsune.kernels.linear_triton import (
+    SMALLEST_BLOCK,
     Form,
     describe,
     forms,
     is_aligned,
     multiply,
-    num_tiles,
     precision_of,
     tile_of,
 )
@@ -30,19 +31,16 @@ from kitsune.kernels.tuning import choose
 
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Tensors]
-T = TypeVar("T")
+Group = tuple[int, ...]
+"""Indices of parameters that are alike: they and what belongs to them have the same shapes, strides and data types."""
+Groups = tuple[tuple[torch.Tensor, ...], ...]
+"""The tensors of several groups."""
 
-WIDTHS = (8, 16)
-"""A launch takes this many parameters, the smallest that suffices."""
-_ALIGNED_ELEMENTS = tl.constexpr(8)  # at two bytes each, they fill the widest load
-_WEIGHT = tl.constexpr(0)
-_ALIGNED_WEIGHT = tl.constexpr(1)
-_BIAS = tl.constexpr(2)
-_WIDE = tl.constexpr(4)  # added where the input is float32 among others that are not
+PARAMETERS_A_LAUNCH = 16
 
-# From small to large. For MLPs at small batches, those of 64 x 16 with 4 warps were the fastest on an H200.
+# From small to large. For MLPs at small batches, those of 64 x 16 with 8 warps were the fastest on an H200.
 _FORMS = (
-    Form(64, 16, 64, 1, 4, 3),
+    Form(64, 16, 64, 1, 8, 3),
     Form(16, 16, 64, 1, 4, 3),
     Form(16, 16, 64, 4, 4, 3),
     Form(16, 64, 64, 1, 4, 3),
@@ -53,13 +51,48 @@ _FORMS = (
 )
 
 
+class _Layout(NamedTuple):
+    """How a launch is divided: constants of a kernel, each with an entry for every group of parameters that are alike.
+
+    Attributes:
+        first_blocks: the program that has the first tile; at the end the number of programs.
+        num_tiles: of one parameter.
+        batches: how many rows are summed over.
+        shapes: rows and columns of the gradient; a bias has no columns.
+        strides: how far rows of the gradient of the output, and of the layer's input, are apart.
+        tiles: rows and columns of a tile.
+        precisions: see `precision_of`.
+        aligned: whether loads and stores of 16 bytes may begin at the first elements.
+    """
+
+    first_blocks: tuple[int, ...]
+    num_tiles: tuple[int, ...]
+    batches: tuple[int, ...]
+    shapes: tuple[tuple[int, int], ...]
+    strides: tuple[tuple[int, int], ...]
+    tiles: tuple[tuple[int, int], ...]
+    precisions: tuple[str, ...]
+    aligned: tuple[bool, ...]
+
+
+@triton.jit
+def _choose(member: tl.tensor, pointers: tl.tuple, aligned: tl.constexpr, index: tl.constexpr) -> tl.tensor:
+    """The one of the pointers that has this place."""
+    pointer = pointers[0]
+    for place in tl.static_range(1, len(pointers)):
+        pointer = tl.where(member == place, pointers[place], pointer)
+    if aligned[index] and len(pointers) > 1:
+        pointer = tl.multiple_of(pointer, 16)  # Triton knows it of each, and forgets it
+    return pointer
+
+
 @triton.jit
 def _column_sums(
     grad_output: tl.tensor,
-    row_stride: tl.tensor,
+    row_stride: tl.constexpr,
     cols: tl.tensor,
-    num_rows: tl.tensor,
-    num_cols: tl.tensor,
+    num_rows: tl.constexpr,
+    num_cols: tl.constexpr,
     block_cols: tl.constexpr,
     depth: tl.constexpr,
 ) -> tl.tensor:
@@ -72,166 +105,61 @@ def _column_sums(
 
 
 @triton.jit
-def _layer(
-    block: tl.tensor,
-    odd_first_blocks: tl.tuple,
-    grad_outputs: tl.tuple,
-    inputs: tl.tuple,
-    odd_batches: tl.tuple,
-    odd_rows: tl.tuple,
-    odd_cols: tl.tuple,
-    odd_grad_strides: tl.tuple,
-    odd_input_strides: tl.tuple,
-) -> tuple[tl.tensor, ...]:
-    """What the gradient of the parameter to which `block` belongs is computed from."""
-    return (
-        _pick(block, odd_first_blocks, grad_outputs),
-        _pick(block, odd_first_blocks, inputs),
-        _pick(block, odd_first_blocks, odd_batches) >> 1,
-        _pick(block, odd_first_blocks, odd_rows) >> 1,
-        _pick(block, odd_first_blocks, odd_cols) >> 1,
-        _pick(block, odd_first_blocks, odd_grad_strides) >> 1,
-        _pick(block, odd_first_blocks, odd_input_strides) >> 1,
-    )
-
-
-@triton.jit
-def _wide(layer: tl.tuple) -> tuple[tl.tensor, ...]:
-    """A layer whose input is float32, though its pointer came in a list of others."""
-    grad_output, x, batch, num_rows, num_cols, grad_stride, input_stride = layer
-    x = x.to(tl.pointer_type(tl.float32), bitcast=True)
-    return grad_output, x, batch, num_rows, num_cols, grad_stride, input_stride
-
-
-@triton.jit
-def _size(layer: tl.tuple, aligned: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Rows and columns of a gradient; if they are multiples, Triton can see it in the arithmetic."""
-    num_rows, num_cols = layer[3], layer[4]
-    if aligned:
-        num_rows = num_rows // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
-        num_cols = num_cols // _ALIGNED_ELEMENTS * _ALIGNED_ELEMENTS
-    return num_rows, num_cols
-
-
-@triton.jit
 def _place(
-    tile: tl.tensor, layer: tl.tuple, aligned: tl.constexpr, block_rows: tl.constexpr, block_cols: tl.constexpr
+    tile: tl.tensor, index: tl.constexpr, shapes: tl.constexpr, tiles: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The offsets of a tile of a gradient, and their mask."""
-    num_rows, num_cols = _size(layer, aligned)
-    rows, cols = tile_of(tile, num_cols, block_rows, block_cols)
-    return rows[:, None] * num_cols + cols[None, :], (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
+    num_rows: tl.constexpr = shapes[index][0]
+    num_cols: tl.constexpr = shapes[index][1]
+    if num_cols == 0:
+        offsets = tile.to(tl.int64) * tiles[index][0] + tl.arange(0, tiles[index][0])
+        mask = offsets < num_rows
+    else:
+        rows, cols = tile_of(tile, num_cols, tiles[index][0], tiles[index][1])
+        offsets = rows[:, None] * num_cols + cols[None, :]
+        mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
+    return offsets, mask
 
 
 @triton.jit
 def _gradient(
-    tile: tl.tensor, layer: tl.tuple, is_bias: tl.tensor, aligned: tl.constexpr, form: tl.constexpr
+    tile: tl.tensor,
+    index: tl.constexpr,
+    grad_output: tl.tensor,
+    x: tl.tensor,
+    batches: tl.constexpr,
+    shapes: tl.constexpr,
+    strides: tl.constexpr,
+    tiles: tl.constexpr,
+    precisions: tl.constexpr,
+    depth: tl.constexpr,
+    slices: tl.constexpr,
 ) -> tl.tensor:
-    """A tile of the gradient of a weight (rows, cols) or of a bias (rows, 1), in float32."""
-    grad_output, x, batch, _, _, grad_stride, input_stride = layer
-    num_rows, num_cols = _size(layer, aligned)
+    """A tile of the gradient of a weight (rows, cols) or of a bias (rows,), in float32."""
     dtype: tl.constexpr = grad_output.dtype.element_ty
-    precision: tl.constexpr = form[0]
-    block_rows: tl.constexpr = form[1]
-    block_cols: tl.constexpr = form[2]
-    depth: tl.constexpr = form[3]
-    slices: tl.constexpr = form[4]
-    rows, cols = tile_of(tile, num_cols, block_rows, block_cols)
-    if is_bias:
-        sums = _column_sums(grad_output, grad_stride, rows, batch, num_rows, block_rows, depth)
-        total = tl.broadcast_to(sums[:, None], (block_rows, block_cols))
+    num_rows: tl.constexpr = shapes[index][0]
+    num_cols: tl.constexpr = shapes[index][1]
+    block_rows: tl.constexpr = tiles[index][0]
+    block_cols: tl.constexpr = tiles[index][1]
+    batch: tl.constexpr = batches[index]
+    precision: tl.constexpr = precisions[index]
+    if num_cols == 0:
+        cols = tile.to(tl.int64) * block_rows + tl.arange(0, block_rows)
+        total = _column_sums(grad_output, strides[index][0], cols, batch, num_rows, block_rows, depth)
     else:
+        rows, cols = tile_of(tile, num_cols, block_rows, block_cols)
         total = multiply(
-            grad_output, 1, grad_stride, x, 1, input_stride,
-            rows, cols, num_rows, num_cols, batch, dtype, precision, block_rows, block_cols, depth, slices, aligned,
+            grad_output, 1, strides[index][0], x, 1, strides[index][1], rows, cols, num_rows, num_cols, batch,
+            dtype, precision, block_rows, block_cols, depth, slices,
         )  # fmt: skip
     return total.to(dtype).to(tl.float32)
 
 
-@triton.jit
-def _addresses(pointer: tl.tensor, offsets: tl.tensor, aligned: tl.constexpr) -> tl.tensor:
-    """Of a tile. The hint is for these alone: one on what `_pick` returns would hold in both of a kernel's branches."""
-    addresses = pointer + offsets
-    if aligned:
-        addresses = tl.multiple_of(addresses, (1, 16))
-    return addresses
-
-
-@triton.jit
-def _by_kind(
-    update_tile: tl.constexpr,
-    kind: tl.tensor,
-    mixed: tl.constexpr,
-    tile: tl.tensor,
-    layer: tl.tuple,
-    tensors: tl.tuple,
-    numbers: tl.tuple,
-    flags: tl.constexpr,
-    form: tl.constexpr,
-) -> None:
-    """Calls `update_tile` as the parameter's kind demands: each branch is compiled by itself."""
-    if mixed and kind >= _WIDE:
-        if kind == _WIDE + _ALIGNED_WEIGHT:
-            update_tile(tile, _wide(layer), tensors, numbers, False, True, flags, form)
-        else:
-            update_tile(tile, _wide(layer), tensors, numbers, False, False, flags, form)
-    elif kind == _ALIGNED_WEIGHT:
-        update_tile(tile, layer, tensors, numbers, False, True, flags, form)
-    else:
-        update_tile(tile, layer, tensors, numbers, kind == _BIAS, False, flags, form)
-
-
-@triton.jit
-def _adam_tile(
-    tile: tl.tensor,
-    layer: tl.tuple,
-    tensors: tl.tuple,
-    numbers: tl.tuple,
-    is_bias: tl.tensor,
-    aligned: tl.constexpr,
-    flags: tl.constexpr,
-    form: tl.constexpr,
-) -> None:
-    parameter, exp_avg, exp_avg_sq, max_exp_avg_sq, grad_memory, shadow = tensors
-    rate, step_size, root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps = numbers
-    amsgrad: tl.constexpr = flags[0]
-    decay: tl.constexpr = flags[1]
-    maximize: tl.constexpr = flags[2]
-    has_grads: tl.constexpr = flags[3]
-    has_shadows: tl.constexpr = flags[4]
-    block_rows: tl.constexpr = form[1]
-    block_cols: tl.constexpr = form[2]
-    offsets, mask = _place(tile, layer, aligned, block_rows, block_cols)
-    param_at = _addresses(parameter, offsets, aligned)
-    exp_avg_at = _addresses(exp_avg, offsets, aligned)
-    exp_avg_sq_at = _addresses(exp_avg_sq, offsets, aligned)
-    # Read first: none of it waits for the gradient.
-    before = tl.load(param_at, mask)
-    average = tl.load(exp_avg_at, mask)
-    average_of_squares = tl.load(exp_avg_sq_at, mask)
-    grad = _gradient(tile, layer, is_bias, aligned, form)
-    if has_grads:
-        tl.store(_addresses(grad_memory, offsets, aligned), grad, mask)
-    param = update(
-        before, grad, average, average_of_squares, param_at, exp_avg_at, exp_avg_sq_at,
-        _addresses(max_exp_avg_sq, offsets, aligned), mask, rate, step_size, root_correction2,
-        beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
-    )  # fmt: skip
-    if has_shadows:
-        tl.store(_addresses(shadow, offsets, aligned), param.to(shadow.dtype.element_ty), mask)
-
-
+# No argument may be called `params`: Triton 3.6 uses that name itself.
 @triton.jit(do_not_specialize=["lr", "found_inf"])
 def _linear_adam(
     grad_outputs: tl.tuple,
     inputs: tl.tuple,
-    odd_batches: tl.tuple,
-    odd_rows: tl.tuple,
-    odd_cols: tl.tuple,
-    odd_grad_strides: tl.tuple,
-    odd_input_strides: tl.tuple,
-    odd_kinds: tl.tuple,
-    odd_first_blocks: tl.tuple,
     parameters: tl.tuple,
     exp_avgs: tl.tuple,
     exp_avg_sqs: tl.tuple,
@@ -249,92 +177,62 @@ def _linear_adam(
     log_beta2: tl.float64,
     weight_decay: tl.tensor,
     eps: tl.tensor,
-    flags: tl.constexpr,
-    mixed: tl.constexpr,
-    form: tl.constexpr,
+    amsgrad: tl.constexpr,
+    decay: tl.constexpr,
+    maximize: tl.constexpr,
+    has_grads: tl.constexpr,
+    has_shadows: tl.constexpr,
+    first_blocks: tl.constexpr,
+    num_tiles: tl.constexpr,
+    batches: tl.constexpr,
+    shapes: tl.constexpr,
+    strides: tl.constexpr,
+    tiles: tl.constexpr,
+    precisions: tl.constexpr,
+    aligned: tl.constexpr,
+    depth: tl.constexpr,
+    slices: tl.constexpr,
 ) -> None:
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
             return
     block = tl.program_id(0)
-    tile = block - (_pick(block, odd_first_blocks, odd_first_blocks) >> 1)
-    kind = _pick(block, odd_first_blocks, odd_kinds) >> 1
-    layer = _layer(
-        block, odd_first_blocks, grad_outputs, inputs, odd_batches, odd_rows, odd_cols, odd_grad_strides,
-        odd_input_strides,
-    )  # fmt: skip
-    tensors = (
-        _pick(block, odd_first_blocks, parameters),
-        _pick(block, odd_first_blocks, exp_avgs),
-        _pick(block, odd_first_blocks, exp_avg_sqs),
-        _pick(block, odd_first_blocks, max_exp_avg_sqs),
-        _pick(block, odd_first_blocks, grads),
-        _pick(block, odd_first_blocks, shadows),
-    )
-    rate = tl.load(lr)
-    count = tl.load(_pick(block, odd_first_blocks, steps)).to(tl.float64)
-    step_size = tl.div_rn(rate, (1 - tl.exp(count * log_beta1)).to(tl.float32))
-    root_correction2 = tl.sqrt_rn((1 - tl.exp(count * log_beta2)).to(tl.float32))
-    numbers = (rate, step_size, root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps)
-    _by_kind(_adam_tile, kind, mixed, tile, layer, tensors, numbers, flags, form)
-
-
-@triton.jit
-def _sgd_tile(
-    tile: tl.tensor,
-    layer: tl.tuple,
-    tensors: tl.tuple,
-    numbers: tl.tuple,
-    is_bias: tl.tensor,
-    aligned: tl.constexpr,
-    flags: tl.constexpr,
-    form: tl.constexpr,
-) -> None:
-    parameter, buffer, grad_memory, shadow = tensors
-    rate, momentum, undamped, weight_decay = numbers
-    has_momentum: tl.constexpr = flags[0]
-    decays: tl.constexpr = flags[1]
-    nesterov: tl.constexpr = flags[2]
-    maximize: tl.constexpr = flags[3]
-    has_grads: tl.constexpr = flags[4]
-    has_shadows: tl.constexpr = flags[5]
-    block_rows: tl.constexpr = form[1]
-    block_cols: tl.constexpr = form[2]
-    offsets, mask = _place(tile, layer, aligned, block_rows, block_cols)
-    param_at = _addresses(parameter, offsets, aligned)
-    param = tl.load(param_at, mask)  # first: it does not wait for the gradient
-    grad = _gradient(tile, layer, is_bias, aligned, form)
-    if has_grads:
-        tl.store(_addresses(grad_memory, offsets, aligned), grad, mask)
-    if maximize:
-        grad = -grad
-    if decays:
-        grad += param * weight_decay
-    if has_momentum:
-        buffer_at = _addresses(buffer, offsets, aligned)
-        average = tl.fma(grad, undamped, tl.load(buffer_at, mask) * momentum)  # see `update`
-        tl.store(buffer_at, average, mask)
-        if nesterov:
-            grad += average * momentum
-        else:
-            grad = average
-    param -= rate * grad
-    tl.store(param_at, param, mask)
-    if has_shadows:
-        tl.store(_addresses(shadow, offsets, aligned), param.to(shadow.dtype.element_ty), mask)
+    for index in tl.static_range(len(parameters)):
+        if (block >= first_blocks[index]) & (block < first_blocks[index + 1]):
+            member = (block - first_blocks[index]) // num_tiles[index]
+            tile = (block - first_blocks[index]) % num_tiles[index]
+            offsets, mask = _place(tile, index, shapes, tiles)
+            param_at = _choose(member, parameters[index], aligned, index) + offsets
+            exp_avg_at = _choose(member, exp_avgs[index], aligned, index) + offsets
+            exp_avg_sq_at = _choose(member, exp_avg_sqs[index], aligned, index) + offsets
+            # Read first: none of it waits for the gradient.
+            before = tl.load(param_at, mask)
+            average = tl.load(exp_avg_at, mask)
+            average_of_squares = tl.load(exp_avg_sq_at, mask)
+            rate = tl.load(lr)
+            count = tl.load(_choose(member, steps[index], aligned, index))
+            step_size, root_correction2 = corrections(rate, count, log_beta1, log_beta2)
+            grad = _gradient(
+                tile, index, _choose(member, grad_outputs[index], aligned, index),
+                _choose(member, inputs[index], aligned, index), batches, shapes, strides, tiles, precisions,
+                depth, slices,
+            )  # fmt: skip
+            if has_grads:
+                tl.store(_choose(member, grads[index], aligned, index) + offsets, grad, mask)
+            param = update(
+                before, grad, average, average_of_squares, param_at, exp_avg_at, exp_avg_sq_at,
+                _choose(member, max_exp_avg_sqs[index], aligned, index) + offsets, mask, rate, step_size,
+                root_correction2, beta1, weight1, beta2, weight2, weight_decay, eps, amsgrad, decay, maximize,
+            )  # fmt: skip
+            if has_shadows:
+                shadow = _choose(member, shadows[index], aligned, index)
+                tl.store(shadow + offsets, param.to(shadow.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["lr", "found_inf"])
 def _linear_sgd(
     grad_outputs: tl.tuple,
     inputs: tl.tuple,
-    odd_batches: tl.tuple,
-    odd_rows: tl.tuple,
-    odd_cols: tl.tuple,
-    odd_grad_strides: tl.tuple,
-    odd_input_strides: tl.tuple,
-    odd_kinds: tl.tuple,
-    odd_first_blocks: tl.tuple,
     parameters: tl.tuple,
     momentum_buffers: tl.tuple,
     grads: tl.tuple,
@@ -344,28 +242,59 @@ def _linear_sgd(
     momentum: tl.tensor,
     undamped: tl.tensor,
     weight_decay: tl.tensor,
-    flags: tl.constexpr,
-    mixed: tl.constexpr,
-    form: tl.constexpr,
+    has_momentum: tl.constexpr,
+    decays: tl.constexpr,
+    nesterov: tl.constexpr,
+    maximize: tl.constexpr,
+    has_grads: tl.constexpr,
+    has_shadows: tl.constexpr,
+    first_blocks: tl.constexpr,
+    num_tiles: tl.constexpr,
+    batches: tl.constexpr,
+    shapes: tl.constexpr,
+    strides: tl.constexpr,
+    tiles: tl.constexpr,
+    precisions: tl.constexpr,
+    aligned: tl.constexpr,
+    depth: tl.constexpr,
+    slices: tl.constexpr,
 ) -> None:
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
             return
     block = tl.program_id(0)
-    tile = block - (_pick(block, odd_first_blocks, odd_first_blocks) >> 1)
-    kind = _pick(block, odd_first_blocks, odd_kinds) >> 1
-    layer = _layer(
-        block, odd_first_blocks, grad_outputs, inputs, odd_batches, odd_rows, odd_cols, odd_grad_strides,
-        odd_input_strides,
-    )  # fmt: skip
-    tensors = (
-        _pick(block, odd_first_blocks, parameters),
-        _pick(block, odd_first_blocks, momentum_buffers),
-        _pick(block, odd_first_blocks, grads),
-        _pick(block, odd_first_blocks, shadows),
-    )
-    numbers = (tl.load(lr), momentum, undamped, weight_decay)
-    _by_kind(_sgd_tile, kind, mixed, tile, layer, tensors, numbers, flags, form)
+    for index in tl.static_range(len(parameters)):
+        if (block >= first_blocks[index]) & (block < first_blocks[index + 1]):
+            member = (block - first_blocks[index]) // num_tiles[index]
+            tile = (block - first_blocks[index]) % num_tiles[index]
+            offsets, mask = _place(tile, index, shapes, tiles)
+            param_at = _choose(member, parameters[index], aligned, index) + offsets
+            param = tl.load(param_at, mask)  # first: it does not wait for the gradient
+            grad = _gradient(
+                tile, index, _choose(member, grad_outputs[index], aligned, index),
+                _choose(member, inputs[index], aligned, index), batches, shapes, strides, tiles, precisions,
+                depth, slices,
+            )  # fmt: skip
+            if has_grads:
+                tl.store(_choose(member, grads[index], aligned, index) + offsets, grad, mask)
+            if maximize:
+                grad = -grad
+            if decays:
+                grad += param * weight_decay
+            if has_momentum:
+                # See `update`.
+                buffer_at = _choose(member, momentum_buffers[index], aligned, index) + offsets
+                average = tl.fma(grad, undamped, tl.load(buffer_at, mask) * momentum)
+                tl.store(buffer_at, average, mask)
+                if nesterov:
+                    grad += average * momentum
+                else:
+                    grad = average
+            param -= tl.load(lr) * grad
+            tl.store(param_at, param, mask)
+            if has_shadows:
+                shadow = _choose(member, shadows[index], aligned, index)
+                tl.store(shadow + offsets, param.to(shadow.dtype.element_ty), mask)
 
 
 def linear_adam(
@@ -409,13 +338,13 @@ def linear_adam(
         lr=lr,
         found_inf=found_inf,
         numbers=(beta1, 1 - beta1, _log(beta1), beta2, 1 - beta2, _log(beta2), weight_decay, eps),
-        flags=(
-            bool(max_exp_avg_sqs),
-            "none" if weight_decay == 0 else "decoupled" if decoupled else "coupled",
-            maximize,
-            bool(grads),
-            bool(shadows),
-        ),
+        flags={
+            "amsgrad": bool(max_exp_avg_sqs),
+            "decay": "none" if weight_decay == 0 else "decoupled" if decoupled else "coupled",
+            "maximize": maximize,
+            "has_grads": bool(grads),
+            "has_shadows": bool(shadows),
+        },
         allow_tf32=allow_tf32,
         form=form,
     )
@@ -451,7 +380,14 @@ def linear_sgd(
         lr=lr,
         found_inf=found_inf,
         numbers=(momentum, 1 - dampening, weight_decay),
-        flags=(bool(momentum_buffers), weight_decay != 0, nesterov, maximize, bool(grads), bool(shadows)),
+        flags={
+            "has_momentum": bool(momentum_buffers),
+            "decays": weight_decay != 0,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "has_grads": bool(grads),
+            "has_shadows": bool(shadows),
+        },
         allow_tf32=allow_tf32,
         form=form,
     )
@@ -468,116 +404,118 @@ def _launch(
     lr: torch.Tensor,
     found_inf: torch.Tensor | None,
     numbers: tuple[float, ...],
-    flags: tuple[bool | str, ...],
+    flags: dict[str, bool | str],
     allow_tf32: bool,
     form: Form | None,
 ) -> None:
     """Launches `kernel` for each part of the parameters, which are the first of the lists `written`."""
-    for part in _parts(grad_outputs, layers, written[0]):
-        grads, xs = ([tensors[layers[index]] for index in part] for tensors in (grad_outputs, inputs))
-        mixed = len({x.dtype for x in xs}) > 1
-        states, scalars = ([[one[index] for index in part] for one in lists] for lists in (written, read))
+    operands = [[tensors[layer] for layer in layers] for tensors in (grad_outputs, inputs)]
+    for part in _parts([*operands, *written]):
 
         def run(
-            form: Form,
-            states: Lists,
-            found_inf: torch.Tensor | None,
-            grads: Tensors = grads,
-            xs: Tensors = xs,
-            scalars: Lists = scalars,
-            mixed: bool = mixed,
+            form: Form, states: Sequence[Groups], found_inf: torch.Tensor | None, part: Sequence[Group] = part
         ) -> None:
-            num_blocks, shape = _geometry(grads, xs, states, form)
-            kernel[(num_blocks,)](
-                _padded(grads),
-                _padded([_as(x, grad.dtype) if mixed else x for grad, x in zip(grads, xs, strict=True)]),
-                *shape,
-                *map(_padded, (*states, *scalars)),
+            grads, xs, *scalars = (_grouped(tensors, part) for tensors in (*operands, *read))
+            layout = _layout(grads, xs, states, form, allow_tf32)
+            kernel[(layout.first_blocks[-1],)](
+                grads,
+                xs,
+                *states,
+                *scalars,
                 lr,
                 found_inf,
                 *numbers,
-                flags=flags,
-                mixed=mixed,
-                form=(precision_of(grads[0].dtype, allow_tf32), *form[:4]),
+                **flags,
+                **layout._asdict(),
+                depth=form.depth,
+                slices=form.slices,
                 num_warps=form.num_warps,
                 num_stages=form.num_stages,
             )
 
+        grads, xs, *states = (_grouped(tensors, part) for tensors in (*operands, *written))
         run(form or _fastest(kernel, grads, xs, states, f"{flags} tf32={allow_tf32}", run), states, found_inf)
 
 
-def _parts(grad_outputs: Tensors, layers: Sequence[int], parameters: Tensors) -> Iterator[tuple[int, ...]]:
-    """Indices of parameters that hold anything, for a launch each, which is for gradients of one data type."""
-    by_type: dict[torch.dtype, list[int]] = {}
-    for index, (layer, parameter) in enumerate(zip(layers, parameters, strict=True)):
-        if parameter.numel():
-            by_type.setdefault(grad_outputs[layer].dtype, []).append(index)
-    for indices in by_type.values():
-        for begin in range(0, len(indices), WIDTHS[-1]):
-            yield tuple(indices[begin : begin + WIDTHS[-1]])
+def _parts(lists: Lists) -> Iterator[Sequence[Group]]:
+    """Groups of parameters that hold anything, and are alike, for a launch each.
+
+    Args:
+        lists: what belongs to each parameter: the gradient of the output, the layer's input, the parameter, its state.
+    """
+    alike: dict[object, list[int]] = {}
+    for index, tensors in enumerate(zip(*lists, strict=True)):
+        if tensors[2].numel():
+            kind = tensors[2].shape, *((one.shape[0], one.stride(), one.dtype) for one in tensors[:2])
+            alike.setdefault((kind, all(map(is_aligned, tensors))), []).append(index)
+    part: list[Group] = []
+    for indices in alike.values():
+        for begin in range(0, len(indices), PARAMETERS_A_LAUNCH):
+            group = tuple(indices[begin : begin + PARAMETERS_A_LAUNCH])
+            if sum(map(len, part)) + len(group) > PARAMETERS_A_LAUNCH:
+                yield part
+                part = []
+            part.append(group)
+    if part:
+        yield part
+
+
+def _grouped(tensors: Tensors, part: Sequence[Group]) -> Groups:
+    return tuple(tuple(tensors[index] for index in group) for group in part)
 
 
 def _fastest(
-    kernel: Any, grads: Tensors, xs: Tensors, states: Lists, options: str, run: Callable[[Form, Lists, None], None]
+    kernel: Any,
+    grads: Groups,
+    xs: Groups,
+    states: Sequence[Groups],
+    options: str,
+    run: Callable[[Form, Sequence[Groups], None], None],
 ) -> Form:
     """The fastest form; it is found on copies of what the kernel updates."""
-    copies: list[list[torch.Tensor]] = []
+    copies: list[Groups] = []
     copying = Lock()
 
     def trial(form: Form) -> None:
         with copying:  # several threads try a form each, and the first comer makes the copies for all
             if not copies:
-                copies.extend([[tensor.clone() for tensor in tensors] for tensors in states])
+                copies.extend([tuple(tuple(one.clone() for one in group) for group in groups) for groups in states])
         run(form, copies, None)
 
-    kinds = _kinds(grads, xs, states)
-    key = f"{kernel.__name__} {describe([*grads, *xs, *states[0]])} {kinds} {options}"
-    rows, cols, batch = (max(sizes) for sizes in zip(*map(_sizes, grads, xs, states[0]), strict=True))
-    return choose(key, forms(rows, cols, batch, _FORMS), trial, grads[0].device)
+    aligned = all(is_aligned(one) for groups in states for group in groups for one in group)
+    described = describe([one for groups in (grads, xs, states[0]) for group in groups for one in group])
+    shapes = [(*_shape(group[0]), grad[0].shape[0]) for grad, group in zip(grads, states[0], strict=True)]
+    rows, cols, batch = (max(sizes) for sizes in zip(*shapes, strict=True))
+    key = f"{kernel.__name__} {described} {aligned} {options}"
+    return choose(key, forms(rows, cols, batch, _FORMS), trial, grads[0][0].device)
 
 
-def _geometry(grads: Tensors, xs: Tensors, states: Lists, form: Form) -> tuple[int, list[tuple[int, ...]]]:
-    """The number of programs, and what the kernels take by the names odd_batches to odd_first_blocks."""
-    sizes = list(map(_sizes, grads, xs, states[0]))
-    rows, cols, batches = (list(some) for some in zip(*sizes, strict=True))
-    first_blocks = [0, *itertools.accumulate(num_tiles(form, *size[:2]) for size in sizes)]
-    num_blocks = first_blocks.pop()
-    strides = [[tensor.stride(0) for tensor in tensors] for tensors in (grads, xs)]
-    kinds = _kinds(grads, xs, states)
-    lists = [_odd(_padded(numbers)) for numbers in (batches, rows, cols, *strides, kinds)]
-    unused = _width(first_blocks) - len(first_blocks)
-    return num_blocks, [*lists, _odd(first_blocks + [_NO_BLOCK] * unused)]
+def _layout(grads: Groups, xs: Groups, states: Sequence[Groups], form: Form, allow_tf32: bool) -> _Layout:
+    firsts = [(grad[0], x[0]) for grad, x in zip(grads, xs, strict=True)]
+    shapes = tuple(_shape(group[0]) for group in states[0])
+    tiles = tuple((_block(rows, form.rows), _block(cols, form.cols)) for rows, cols in shapes)
+    num_tiles = tuple(
+        triton.cdiv(rows, block_rows) * triton.cdiv(cols or 1, block_cols)
+        for (rows, cols), (block_rows, block_cols) in zip(shapes, tiles, strict=True)
+    )
+    groups = zip(grads, xs, *states, strict=True)
+    return _Layout(
+        (0, *itertools.accumulate(len(group) * num for group, num in zip(grads, num_tiles, strict=True))),
+        num_tiles,
+        tuple(grad.shape[0] for grad, _ in firsts),
+        shapes,
+        tuple((grad.stride(0), x.stride(0)) for grad, x in firsts),
+        tiles,
+        tuple(precision_of(grad.dtype, allow_tf32) for grad, _ in firsts),
+        tuple(all(is_aligned(one) for tensors in group for one in tensors) for group in groups),
+    )
 
 
-def _sizes(grad: torch.Tensor, x: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int, int]:
-    """Rows and columns of a gradient, of which a bias has one, and the size of the batch it is summed over."""
-    return grad.shape[1], x.shape[1] if parameter.ndim == 2 else 1, grad.shape[0]
+def _shape(parameter: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns; a bias has no columns."""
+    return parameter.shape[0], parameter.shape[1] if parameter.ndim == 2 else 0
 
 
-def _kinds(grads: Tensors, xs: Tensors, states: Lists) -> list[int]:
-    mixed = len({x.dtype for x in xs}) > 1
-    return [_kind(grad, x, one, mixed) for grad, x, *one in zip(grads, xs, *states, strict=True)]
-
-
-def _kind(grad: torch.Tensor, x: torch.Tensor, states: Tensors, mixed: bool) -> int:
-    if states[0].ndim == 1:
-        return int(_BIAS.value)
-    numbers = (*states[0].shape, grad.stride(0), x.stride(0))
-    aligned = all(number % _ALIGNED_ELEMENTS.value == 0 for number in numbers)
-    kind = _ALIGNED_WEIGHT if aligned and all(map(is_aligned, (grad, x, *states))) else _WEIGHT
-    wide = _WIDE.value if mixed and x.dtype == torch.float32 else 0
-    return int(kind.value + wide)
-
-
-def _as(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-    """What passes its address as that of values of another type."""
-    return tensor if tensor.dtype == dtype else triton.reinterpret(tensor, dtype)
-
-
-def _width(items: Sequence[object]) -> int:
-    return next(width for width in WIDTHS if len(items) <= width)
-
-
-def _padded(items: Sequence[T]) -> tuple[T, ...]:
-    """To the width of a launch, by the last."""
-    return (*items, *[items[-1]] * (_width(items) - len(items)))
+def _block(size: int, largest: int) -> int:
+    """How much of a side of a gradient a tile takes."""
+    return min(largest, max(SMALLEST_BLOCK, int(triton.next_power_of_2(size))))

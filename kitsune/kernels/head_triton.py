@@ -28,18 +28,45 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def _num_counted(
-    targets: tl.tensor, stride: tl.tensor, num_rows: tl.tensor, num_classes: tl.tensor, ignore_index: tl.tensor
+def _some_targets(
+    targets: tl.tensor, stride: tl.tensor, start: tl.tensor, num_rows: tl.tensor, ignore_index: tl.tensor
 ) -> tl.tensor:
-    """How many targets are not ignored. Integers, so that the order does not matter."""
+    rows = (tl.arange(0, _COUNTED_AT_A_TIME) + start).to(tl.int64)
+    return tl.load(targets + rows * stride, rows < num_rows, other=ignore_index)
+
+
+@triton.jit
+def _num_counted(
+    first: tl.tensor,
+    targets: tl.tensor,
+    stride: tl.tensor,
+    num_rows: tl.tensor,
+    num_classes: tl.tensor,
+    ignore_index: tl.tensor,
+) -> tl.tensor:
+    """How many targets are not ignored; the `first` are read already. Integers, so that the order does not matter."""
     count = tl.zeros((_COUNTED_AT_A_TIME,), dtype=tl.int32)
+    target = first
     for start in range(0, num_rows, _COUNTED_AT_A_TIME):
-        rows = (start + tl.arange(0, _COUNTED_AT_A_TIME)).to(tl.int64)
-        target = tl.load(targets + rows * stride, rows < num_rows, other=ignore_index)
         legal = ((target >= 0) & (target < num_classes)) | (target == ignore_index)
         tl.device_assert(legal, "cross_entropy_head: a target is out of range")
         count += (target != ignore_index).to(tl.int32)
+        target = _some_targets(targets, stride, start + _COUNTED_AT_A_TIME, num_rows, ignore_index)
     return tl.sum(count, 0)
+
+
+@triton.jit
+def _block(
+    matrix: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    num_rows: tl.tensor,
+    num_cols: tl.tensor,
+    row_stride: tl.tensor,
+    col_stride: tl.tensor,
+) -> tl.tensor:
+    mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
+    return tl.load(matrix + rows[:, None] * row_stride + cols[None, :] * col_stride, mask, other=0.0)
 
 
 # Debugging is on for the assertion alone, as in PyTorch; overflows of integers need no check.
@@ -79,44 +106,51 @@ def _head(
     split = tl.program_id(0) % splits
     rows = block.to(tl.int64) * block_rows + tl.arange(0, block_rows)
     classes = tl.arange(0, block_classes).to(tl.int64)
-    count = _num_counted(targets, target_stride, num_rows, num_classes, ignore_index)
+    is_class = (classes < num_classes)[None, :]
+    cols = (split * block_cols + tl.arange(0, block_cols)).to(tl.int64)
+    # All that does not wait for the logits is read first.
+    some_targets = _some_targets(targets, target_stride, 0, num_rows, ignore_index)
+    target = tl.load(targets + rows * target_stride, rows < num_rows, other=ignore_index)
+    weights = _block(weight, classes, cols, num_classes, num_deep, weight_row_stride, weight_depth_stride)
+    if saved is not None:
+        saved_values = _block(saved, rows, cols, num_rows, num_deep, saved_row_stride, saved_col_stride)
+    if bias is not None:
+        biases = tl.load(bias + classes * bias_stride, classes < num_classes, other=0.0).to(dtype).to(tl.float32)
+    factor = 1.0
+    if scale is not None:
+        factor = tl.load(scale)
     logits = multiply(
         x, x_row_stride, x_depth_stride, weight, weight_row_stride, weight_depth_stride,
         rows, classes, num_rows, num_classes, num_deep, dtype, precision, block_rows, block_classes, depth, 1,
     )  # fmt: skip
-    is_class = (classes < num_classes)[None, :]
+    count = _num_counted(some_targets, targets, target_stride, num_rows, num_classes, ignore_index)
     if bias is not None:
-        biases = tl.load(bias + classes * bias_stride, classes < num_classes, other=0.0)
-        logits += biases.to(dtype).to(tl.float32)[None, :]
+        logits += biases[None, :]
     logits = tl.where(is_class, logits.to(dtype).to(tl.float32), -float("inf"))
     logits -= tl.max(logits, 1)[:, None]
     powers = tl.where(is_class, tl.exp(logits), 0.0)
     total = tl.sum(powers, 1)
-    target = tl.load(targets + rows * target_stride, rows < num_rows, other=ignore_index)
     counted = target != ignore_index
     is_target = classes[None, :] == target[:, None]
-    factor = 1.0 / count.to(tl.float32)
-    if scale is not None:
-        factor = tl.load(scale) / count.to(tl.float32)
-    factors = tl.where(counted, factor, 0.0)[:, None]
+    factors = tl.where(counted, factor / count.to(tl.float32), 0.0)[:, None]
     # An ignored row's gradient is NaN if its logits are: 0 times NaN, as in PyTorch.
     grad = tl.where(is_class, powers / total[:, None] * factors - tl.where(is_target, factors, 0.0), 0.0).to(dtype)
+    for _ in range(split * block_cols, num_deep, splits * block_cols):
+        value = tl.dot(grad, weights.to(dtype), input_precision=precision)
+        if saved is not None:
+            value = backpropagate(value, saved_values.to(dtype).to(tl.float32), activation)
+        mask = (rows[:, None] < num_rows) & (cols[None, :] < num_deep)
+        tl.store(grad_x + rows[:, None] * num_deep + cols[None, :], value.to(dtype), mask)
+        cols += splits * block_cols
+        weights = _block(weight, classes, cols, num_classes, num_deep, weight_row_stride, weight_depth_stride)
+        if saved is not None:
+            saved_values = _block(saved, rows, cols, num_rows, num_deep, saved_row_stride, saved_col_stride)
     if split == 0:
         logarithm = tl.sum(tl.where(is_target, logits, 0.0), 1) - tl.log(total)
         loss = tl.sum(tl.where(counted, -logarithm, 0.0), 0) / count.to(tl.float32)
         tl.store(losses + block, loss)
         mask = (rows < num_rows)[:, None] & is_class
         tl.store(grad_logits + rows[:, None] * num_classes + classes[None, :], grad, mask)
-    for start in range(split * block_cols, num_deep, splits * block_cols):
-        cols = (start + tl.arange(0, block_cols)).to(tl.int64)
-        in_weight = (classes[:, None] < num_classes) & (cols[None, :] < num_deep)
-        weight_at = weight + classes[:, None] * weight_row_stride + cols[None, :] * weight_depth_stride
-        value = tl.dot(grad, tl.load(weight_at, in_weight, other=0.0).to(dtype), input_precision=precision)
-        mask = (rows[:, None] < num_rows) & (cols[None, :] < num_deep)
-        if saved is not None:
-            saved_at = saved + rows[:, None] * saved_row_stride + cols[None, :] * saved_col_stride
-            value = backpropagate(value, tl.load(saved_at, mask, other=0.0).to(dtype).to(tl.float32), activation)
-        tl.store(grad_x + rows[:, None] * num_deep + cols[None, :], value.to(dtype), mask)
 
 
 @triton.jit
@@ -132,7 +166,7 @@ def forms(num_rows: int, num_deep: int) -> tuple[Form, ...]:
     """Those worth timing: blocks of few rows or many, and the gradient of `x` split among one, few or many programs."""
     most_rows, most_deep = (max(_SMALLEST_BLOCK, triton.next_power_of_2(size)) for size in (num_rows, num_deep))
     candidates = (
-        Form(rows, min(cols, most_deep), min(depth, most_deep), splits, 4, 2 if depth > 128 else 3)
+        Form(rows, min(cols, most_deep), min(depth, most_deep), splits, 4, 1 if depth > 128 else 3)
         for rows in (16, 32, 64)
         for cols, depth, splits in ((32, 256, 8), (64, 64, 1), (64, 128, 4), (32, 128, 16))
         if rows <= most_rows and splits * min(cols, most_deep) <= most_deep

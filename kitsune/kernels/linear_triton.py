@@ -46,7 +46,7 @@ _FORMS = (
     Form(128, 128, 64, 1, 8, 3),
 )
 _MOST_TILES = 4096
-_SMALLEST_BLOCK = 16  # of `tl.dot`
+SMALLEST_BLOCK = 16  # of `tl.dot`
 
 
 def forms(num_rows: int, num_cols: int, num_deep: int, candidates: Sequence[Form] = _FORMS) -> tuple[Form, ...]:
@@ -55,7 +55,7 @@ def forms(num_rows: int, num_cols: int, num_deep: int, candidates: Sequence[Form
     Tiles are no larger than the result, and not too many; what is summed at a time is no more than there is.
     """
     most_rows, most_cols, most_deep = (
-        max(_SMALLEST_BLOCK, triton.next_power_of_2(size)) for size in (num_rows, num_cols, num_deep)
+        max(SMALLEST_BLOCK, triton.next_power_of_2(size)) for size in (num_rows, num_cols, num_deep)
     )
     fitting = [
         form._replace(depth=min(form.depth, most_deep))
@@ -90,13 +90,8 @@ def multiply(
     block_cols: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
-    aligned: tl.constexpr = False,
 ) -> tl.tensor:
-    """The tile of `left @ right` at `rows` and `cols` (int64), summed in float32 over the dimension called depth.
-
-    `aligned` tells what Triton cannot see of pointers that were chosen among many: loads of 16 bytes are possible
-    along the rows of the one and the columns of the other.
-    """
+    """The tile of `left @ right` at `rows` and `cols` (int64), summed in float32 over the dimension called depth."""
     if slices == 1:
         left_at = left + rows[:, None] * left_row_stride
         right_at = right + cols[None, :] * right_col_stride
@@ -105,9 +100,6 @@ def multiply(
             deep = (start + tl.arange(0, depth)).to(tl.int64)
             a_at = left_at + deep[None, :] * left_depth_stride
             b_at = right_at + deep[:, None] * right_depth_stride
-            if aligned:
-                a_at = tl.multiple_of(a_at, (16, 1))
-                b_at = tl.multiple_of(b_at, (1, 16))
             a = tl.load(a_at, (rows[:, None] < num_rows) & (deep[None, :] < num_deep), other=0.0)
             b = tl.load(b_at, (deep[:, None] < num_deep) & (cols[None, :] < num_cols), other=0.0)
             total = tl.dot(a.to(dtype), b.to(dtype), total, input_precision=precision)
@@ -120,9 +112,6 @@ def multiply(
             deep = (start + first).to(tl.int64)
             a_at = left_at + deep[:, None, :] * left_depth_stride
             b_at = right_at + deep[:, :, None] * right_depth_stride
-            if aligned:
-                a_at = tl.multiple_of(a_at, (1, 16, 1))
-                b_at = tl.multiple_of(b_at, (1, 1, 16))
             a = tl.load(a_at, (rows[None, :, None] < num_rows) & (deep[:, None, :] < num_deep), other=0.0)
             b = tl.load(b_at, (deep[:, :, None] < num_deep) & (cols[None, None, :] < num_cols), other=0.0)
             totals = tl.dot(a.to(dtype), b.to(dtype), totals, input_precision=precision)
@@ -217,12 +206,14 @@ def _linear(
 ) -> None:
     dtype: tl.constexpr = y.dtype.element_ty
     rows, cols = tile_of(tl.program_id(0), num_cols, block_rows, block_cols)
+    if bias is not None:  # read first: it does not wait for the product
+        biases = tl.load(bias + cols * bias_stride, cols < num_cols, other=0.0).to(dtype).to(tl.float32)
     value = multiply(
         x, x_row_stride, x_depth_stride, weight, weight_row_stride, weight_depth_stride,
         rows, cols, num_rows, num_cols, num_deep, dtype, precision, block_rows, block_cols, depth, slices,
     )  # fmt: skip
     if bias is not None:
-        value += tl.load(bias + cols * bias_stride, cols < num_cols, other=0.0).to(dtype).to(tl.float32)[None, :]
+        value += biases[None, :]
     offsets = rows[:, None] * num_cols + cols[None, :]
     mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
     if preactivation is not None:
@@ -254,14 +245,16 @@ def _input_gradient(
 ) -> None:
     dtype: tl.constexpr = grad_x.dtype.element_ty
     rows, cols = tile_of(tl.program_id(0), num_cols, block_rows, block_cols)
+    mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
+    if saved is not None:  # read first: it does not wait for the product
+        saved_at = saved + rows[:, None] * saved_row_stride + cols[None, :] * saved_col_stride
+        saved_values = tl.load(saved_at, mask, other=0.0).to(dtype).to(tl.float32)
     value = multiply(
         grad_output, grad_row_stride, grad_depth_stride, weight, weight_col_stride, weight_depth_stride,
         rows, cols, num_rows, num_cols, num_deep, dtype, precision, block_rows, block_cols, depth, slices,
     )  # fmt: skip
-    mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)
     if saved is not None:
-        saved_at = saved + rows[:, None] * saved_row_stride + cols[None, :] * saved_col_stride
-        value = backpropagate(value, tl.load(saved_at, mask, other=0.0).to(dtype).to(tl.float32), activation)
+        value = backpropagate(value, saved_values, activation)
     tl.store(grad_x + rows[:, None] * num_cols + cols[None, :], value.to(dtype), mask)
 
 

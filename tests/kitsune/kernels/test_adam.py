@@ -18,7 +18,11 @@ from kitsune.kernels import adam
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
 
 # What the interpreter computes in numpy may warn of what is meant to be so.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
 
 SIZES = (1, 3, 1023, 1024, 1025, 0, 2500)
 STEPS = 4
@@ -178,6 +182,22 @@ def test_bias_corrections(machine: tuple[str, Launch], count: int) -> None:
     run.step([torch.full((4,), 3.0, device=run.device)])
     change = -(0.1 * 3 / (1 - 0.9**count)) / (0.001 * 9 / (1 - 0.999**count)) ** 0.5
     torch.testing.assert_close(run.params[0].double().cpu(), torch.full((4,), change).double(), rtol=4e-7, atol=0)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_averages_of_all_magnitudes(machine: tuple[str, Launch], eps: float) -> None:
+    """Those of parameters without gradients fall below what float32 divides and takes roots of by its usual means."""
+    values = torch.tensor([0.0, 1e-44, 3e-39, 2e-31, 1e-20, 0.7, 1.0, 3e17, 1e30, 3e38, float("inf"), float("nan")])
+    averages, squares = torch.cartesian_prod(values, values).unbind(1)
+    run = Run(machine, (len(averages),), lr=0.5, eps=eps)
+    run.params[0].zero_()
+    run.state["exp_avg"][0].copy_(averages)
+    run.state["exp_avg_sq"][0].copy_(squares)
+    run.step([torch.zeros_like(run.params[0])])
+    average, square = (run.state[name][0].cpu() for name in ("exp_avg", "exp_avg_sq"))
+    size, root = torch.tensor(0.5) / torch.tensor(1 - 0.9), torch.tensor(1 - 0.999).sqrt()
+    expected = -size * (average / (square.sqrt() / root + eps))
+    torch.testing.assert_close(run.params[0].cpu(), expected, rtol=4e-7, atol=1e-44, equal_nan=True)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

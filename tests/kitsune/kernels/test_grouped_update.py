@@ -22,6 +22,7 @@ from tests.kitsune.kernels.interpreter import as_laid_out, error, interpreted, n
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
 BATCH = 19
@@ -38,9 +39,7 @@ Machine = tuple[str, Callable[..., None], Callable[..., None]]
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    module = interpreted("adam_triton", "linear_triton", "grouped_update_triton")
-    module.WIDTHS = (2, 4, 6)  # the interpreter takes its time for each
-    return module
+    return interpreted("adam_triton", "linear_triton", "grouped_update_triton")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -210,11 +209,41 @@ def test_what_may_be_left_out_changes_nothing(
     form = kernels.Form(*FORMS[0])  # another form may sum in another order
     expected = [update(machine, layers, form=form) for update in (adam, sgd)]
     module = machine[1].__globals__
-    monkeypatch.setitem(module, "WIDTHS", (2, 4))
+    monkeypatch.setitem(module, "PARAMETERS_A_LAUNCH", 4)
     for update, values in zip((adam, sgd), expected, strict=True):
         found = update(machine, layers, grads=layers.zeros(), shadows=layers.zeros(torch.float16), form=form)
         for name, tensors in values.items():
             assert all(map(torch.equal, found[name], tensors)), name
+
+
+def test_layers_that_are_alike_share_branches(
+    machine: Machine, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether in one launch or in several, each parameter is updated as if it were alone, with its own step count."""
+    shapes = [(16, 8), (16, 8), (5, 16), (16, 8)]
+    parts = [
+        [normal(shape, torch.float32, machine[0], 10 * kind + seed) for seed, shape in enumerate(some)]
+        for kind, some in enumerate([[(BATCH, n) for n, _ in shapes], [(BATCH, k) for _, k in shapes]])
+    ]
+    parameters = [normal(size, torch.float32, machine[0], 20) for shape in shapes for size in (shape, shape[:1])]
+    steps = [torch.tensor(float(1 + index), device=machine[0]) for index in range(len(parameters))]
+    lr = torch.tensor(1e-2, device=machine[0])
+
+    def update(chosen: Sequence[int]) -> list[list[Tensor]]:
+        updated = [parameters[index].clone() for index in chosen]
+        state = [updated, *([torch.zeros_like(one) for one in updated] for _ in range(2))]
+        machine[1](
+            *parts, [index // 2 for index in chosen], *state, [], [steps[index] for index in chosen], [], [], lr=lr,
+            form=kernels.Form(*FORMS[0]), **ADAM,
+        )  # fmt: skip
+        return state
+
+    alone = [update([index]) for index in range(len(parameters))]
+    for most in (16, 3):
+        monkeypatch.setitem(machine[1].__globals__, "PARAMETERS_A_LAUNCH", most)
+        together = zip(*update(range(len(parameters))), strict=True)
+        for found, expected in zip(together, alone, strict=True):
+            assert all(torch.equal(one, other) for one, (other,) in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("update", [adam, sgd])
@@ -254,13 +283,15 @@ def test_forms_that_are_tried_at_the_same_time_share_whole_copies(
         time.sleep(0.005)
         return tensor.detach()
 
-    def note(form: Any, states: list[list[Tensor]], found_inf: None) -> None:
-        shapes.append([[one.shape for one in tensors] for tensors in states])
+    def note(form: Any, states: list[Any], found_inf: None) -> None:
+        shapes.append([[one.shape for group in groups for one in group] for groups in states])
 
     monkeypatch.setattr(kernels, "choose", try_at_the_same_time)
     monkeypatch.setattr(Tensor, "clone", clone_slowly)
-    grads, xs = ([tensors[index] for index in layers.layers] for tensors in layers.tensors(1))
-    kernels._fastest(kernels._linear_sgd, grads, xs, [layers.parameters] * 4, "", note)
+    part = [(index,) for index in layers.layers]
+    grads, xs = (kernels._grouped(tensors, part) for tensors in layers.tensors(1))
+    states = [tuple((one,) for one in layers.parameters)] * 4
+    kernels._fastest(kernels._linear_sgd, grads, xs, states, "", note)
     assert shapes == [[[one.shape for one in layers.parameters]] * 4] * 4
 
 
