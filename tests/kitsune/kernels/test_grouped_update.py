@@ -243,7 +243,8 @@ def test_layers_that_are_alike_share_branches(
         monkeypatch.setitem(machine[1].__globals__, "PARAMETERS_A_LAUNCH", most)
         together = zip(*update(range(len(parameters))), strict=True)
         for found, expected in zip(together, alone, strict=True):
-            assert all(torch.equal(one, other) for one, (other,) in zip(found, expected, strict=True))
+            for one, (other,) in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # compiled sums may differ in order
 
 
 @pytest.mark.parametrize("update", [adam, sgd])
