@@ -64,12 +64,14 @@ def described(
 ) -> tuple[Operation, list[Tensor]] | None:
     """The present call of `function`, and its tensors that `follower` does not follow.
 
-    None if it cannot be run again: it has other arguments than tensors, numbers and names, or an outer tensor has a
-    gradient of its own.
+    None if it cannot be run again: it is not torch's own, has other arguments than tensors, numbers and names, or an
+    outer tensor has a gradient of its own.
 
     Args:
         kind: the type of the device whose autocast counts.
     """
+    if getattr(function, "__module__", None) not in (None, "torch") and not function.__module__.startswith("torch."):
+        return None  # of another library: it may do more than to compute
     given: list[Tensor] = []
     try:
         described_args = tuple([_described(one, follower, given) for one in args])

@@ -141,7 +141,7 @@ class DropInLoop:
     def _finish_iteration(self) -> None:
         for step, choice, count in self._iteration.values():
             step.chooser.finish(choice, count)
-            self._fallbacks += step.take_copied_backwards()
+            self._fallbacks += step.end_iteration()
             self._steps.settle(step)
         self._iteration.clear()
         self._finder.count_step()

@@ -109,7 +109,10 @@ class Tail:
 class Backward(Protocol):
     """Runs the backward pass of a loss at the end of a tail."""
 
-    def __call__(self, tail: Tail, outputs: Sequence[Tensor], wanted: Sequence[int]) -> Mapping[int, Tensor] | None:
+    def accepts(self, tail: Tail) -> bool:
+        """Whether a tail can be replayed: it does the same with whatever values."""
+
+    def replay(self, tail: Tail, outputs: Sequence[Tensor], wanted: Sequence[int]) -> Mapping[int, Tensor] | None:
         """The results at the root and at the places `wanted`, the caller's own; None, with nothing done, if it cannot.
 
         Parameters have their gradients afterwards.
@@ -168,6 +171,9 @@ class Following:
         result = self._run(function, args, kwargs)
         if type(result) is not Tensor or not result.requires_grad:
             return self._with_aliases(result)
+        if not all(map(torch.equal, kept, given)):  # batch norm, for one, writes without counting
+            self._is_open = False
+            return result
         self._candidates = []
         self._compute()
         self._is_open = len(self._tails) < _MOST_TAILS and self._is_unchanged()
@@ -281,6 +287,7 @@ class Following:
         with plainly():
             valued(loss).backward(gradient, retain_graph, create_graph, inputs)
         if is_followed and not self._candidates and len(self._tails) < _MOST_TAILS:
+            self._done.refused = not self._backward.accepts(self._done)
             self._tails.append(self._done)
 
     def _is_done(self, tail: Tail) -> bool:
@@ -289,7 +296,7 @@ class Following:
     def _replay(self, tail: Tail) -> bool:
         alive = [place for place, reference in self._pending.items() if reference() is not None]
         wanted = [place for place in alive if place != tail.root and place not in self._values]
-        results = self._backward(tail, self._outputs, wanted)
+        results = self._backward.replay(tail, self._outputs, wanted)
         if results is None:
             return False
         self._values = {place: value.detach() for place, value in self._values.items() if place in alive}

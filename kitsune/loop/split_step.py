@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +94,13 @@ class SplitStep(GuardedStep):
         program = self._graphs.program
         return max(rounding(program.forward.graph), rounding(program.backward.graph))
 
-    def take_copied_backwards(self) -> int:
-        """Backward passes, since this was asked last, that ran operator by operator to spare gradients still in use."""
-        if self._graphs is None or not self._graphs.copied_backwards:
+    def end_iteration(self) -> int:
+        """To be called after each; how many of its backward passes ran one by one to spare gradients still in use."""
+        if self._graphs is None:
+            return 0
+        if self._graphs.tail_step is not None:
+            self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
+        if not self._graphs.copied_backwards:
             return 0
         count, self._graphs.copied_backwards = self._graphs.copied_backwards, 0
         refusal = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
@@ -275,10 +278,10 @@ class _Graphs:
         if self.tail_step is None or (self._tails and all(tail.refused for tail in self._tails)):
             return outputs
         node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
-        following = Following(outputs, self._tails, partial(self._run_tail, node))
+        following = Following(outputs, self._tails, _TailsOfCall(self, node))
         return following.outputs(self.program.differentiable)
 
-    def _run_tail(
+    def replay_tail(
         self, node: Any, tail: Tail, outputs: Sequence[torch.Tensor], wanted: Sequence[int]
     ) -> Mapping[int, torch.Tensor] | None:
         """See `kitsune.loop.following.Backward`; `node` is the call's in autograd's graph."""
@@ -289,7 +292,7 @@ class _Graphs:
             return None
         if node.static is not None:
             saved, outputs = node.static, self.forward.executor.static_outputs()[: len(outputs)]
-        results = self.tail_step(tail, saved, outputs, wanted)
+        results = self.tail_step.replay(tail, saved, outputs, wanted)
         if results is not None:
             node.is_spent = self.has_replayed_loss = True
             self._drop_backward()
@@ -392,6 +395,21 @@ class _Graphs:
                 self._backward.release()
             if self.tail_step is not None:
                 self.tail_step.release()
+
+
+class _TailsOfCall:
+    """Replays what follows one call; see `kitsune.loop.following.Backward`."""
+
+    def __init__(self, graphs: _Graphs, node: Any) -> None:
+        self._graphs, self._node = graphs, node
+
+    def accepts(self, tail: Tail) -> bool:
+        return self._graphs.tail_step is not None and self._graphs.tail_step.accepts(tail)
+
+    def replay(
+        self, tail: Tail, outputs: Sequence[torch.Tensor], wanted: Sequence[int]
+    ) -> Mapping[int, torch.Tensor] | None:
+        return self._graphs.replay_tail(self._node, tail, outputs, wanted)
 
 
 class _Replay(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,13 +74,25 @@ class TailStep:
         streams: StreamPool,
         log: RefusalLog,
     ) -> None:
-        self.replays = 0
+        self._setup_seconds = 0.0
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.gradient_places, trained, strict=True))
         self._config, self._streams, self._log = config, streams, log
         self._recorded: dict[Tail, _Recorded] = {}
 
-    def __call__(
+    def accepts(self, tail: Tail) -> bool:
+        """See `kitsune.loop.following.Backward`."""
+        started = time.perf_counter()
+        try:
+            trace_tail(self._program, tail.operations, tail.root, (), tail.given)
+        except RefusedError as error:
+            self._log.add(RefusedError(error.refusal, passing=True))
+            return False
+        finally:
+            self._setup_seconds += time.perf_counter() - started
+        return True
+
+    def replay(
         self, tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[int]
     ) -> Mapping[int, Tensor] | None:
         """Replays `tail`; see `kitsune.loop.following.Backward`.
@@ -110,8 +123,12 @@ class TailStep:
             kept = recorded.results[recorded.gives :]
             results |= copy.deepcopy({place: results[place] for place in kept if place in (tail.root, *wanted)})
         _accumulate(recorded.trained, values[count:])
-        self.replays += 1
         return results
+
+    def take_setup_seconds(self) -> float:
+        """Time spent on captures since this was last asked."""
+        seconds, self._setup_seconds = self._setup_seconds, 0.0
+        return seconds
 
     def release(self) -> None:
         """Gives the graphs and their memory back."""
@@ -124,6 +141,7 @@ class TailStep:
     def _record(
         self, tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[int]
     ) -> _Recorded:
+        started = time.perf_counter()
         program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given)
         inputs = _inputs(tail, saved, [output.detach() for output in outputs])
         device = inputs[0].device
@@ -141,6 +159,7 @@ class TailStep:
         if isinstance(recording.executor, CudaGraph):
             static = recording.executor.static_outputs()[len(program.results) :]
             self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
+        self._setup_seconds += time.perf_counter() - started
         trained = [self._trained[place] for place in program.gradient_places]
         surroundings = facts_type()([*surrounding_facts(), *parameter_hook_facts(self._trained.values())])
         return _Recorded(recording, program.results, gives, trained, static, HandedOut(static), surroundings)

@@ -60,7 +60,7 @@ Body = Callable[[Loop, Tensor, Tensor], Any]
 def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many backward passes were replayed from a loss on."""
     counts: list[int] = []
-    original = TailStep.__call__
+    original = TailStep.replay
 
     def counted(self: TailStep, *args: Any) -> Any:
         results = original(self, *args)
@@ -68,7 +68,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             counts.append(1)
         return results
 
-    monkeypatch.setattr(TailStep, "__call__", counted)
+    monkeypatch.setattr(TailStep, "replay", counted)
     return lambda: len(counts)
 
 
@@ -674,6 +674,45 @@ def test_an_interrupt_in_the_loss(device: torch.device) -> None:
                 _ = loss / 2 + 1 / 0
             return None
         return stepped(loop, loss).item()
+
+    alike(body, device)
+
+
+def test_a_loss_that_writes_to_outer_tensors(device: torch.device) -> None:
+    """Batch norm without parameters does, and torch's version counters do not tell."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        norm = loop.memo.setdefault("norm", nn.BatchNorm1d(3, affine=False).to(x.device))
+        loss = functional.cross_entropy(norm(loop.model(x)), y)
+        return stepped(loop, loss).item(), norm.running_mean.clone()
+
+    alike(body, device)
+
+
+def test_sizes_that_depend_on_values(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        chosen = loop.model(x)[y > 0]
+        count = len(chosen)
+        return count, stepped(loop, chosen.square().sum()).item()
+
+    alike(body, device)
+
+
+def test_functions_of_other_libraries(device: torch.device) -> None:
+    """They may do more than to compute."""
+    calls: list[int] = []
+
+    def tripled(x: Tensor) -> Tensor:
+        if torch.overrides.has_torch_function_unary(x):
+            result: Tensor = torch.overrides.handle_torch_function(tripled, (x,), x)
+            return result
+        calls.append(1)
+        return x * 3
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        calls.clear()
+        loss = stepped(loop, functional.cross_entropy(tripled(loop.model(x)), y))
+        return loss.item(), len(calls)
 
     alike(body, device)
 
