@@ -393,6 +393,7 @@ def test_vit() -> None:
     assert names == {"cross-entropy in place": 1}
 
 
+@pytest.mark.slow
 def test_logits_in_place_can_still_be_made_by_a_fused_layer() -> None:
     templates = (*TEMPLATES, norms.backward, norms.forward, linear.forward, linear.backward)
     new, names = check(gpt2_step(torch.bfloat16), torch.bfloat16, templates)

@@ -479,7 +479,8 @@ def test_counters_are_zero_again(machine: Machine, case: Case) -> None:
     assert not any(one.any() for one in held)
 
 
-@pytest.mark.parametrize("merged_at_once", [4, pytest.param(2**10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("merged_at_once", [4, 2**10])
 def test_it_does_not_matter_which_program_is_the_last(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, merged_at_once: int
 ) -> None:
