@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from harness.breakdown import breakdowns
@@ -19,17 +20,20 @@ from harness.stats import (
     break_even_steps,
     compare_ratios,
     geometric_mean,
+    judge,
     loss_gap,
+    noise_margin,
     paired_ratio,
+    repeat_noise,
+    round_noise,
     typical_seconds,
-    verdict,
 )
 from harness.store import History, Profile
 from harness.stream_gains import stream_gains
 from harness.timelines import timeline
 
 DEFAULT_MARGIN = 0.03
-"""Relative difference in time that does not matter; also the bound within which Kitsune must stay behind a peer."""
+"""Relative difference in time that does not matter in any benchmark; noise may widen it for single ones."""
 
 LOSS_TOLERANCE = 0.05
 """Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
@@ -52,7 +56,7 @@ def compare(
         base: the older revision; None for the measured commit before head, if there is one.
         head: the newer revision; None for the newest measured commit.
         folder: where to ask git about revisions and commit subjects: the results folder.
-        margin: the relative difference in time that does not matter.
+        margin: the relative difference in time that does not matter; wider for benchmarks whose noise is.
 
     Raises:
         ComparisonError: the comparison cannot be formed.
@@ -62,8 +66,9 @@ def compare(
     if not newer.rounds:
         raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
     commits = _commits(history, folder)
-    rows = tuple(row for case in newer.rounds for row in _case_rows(newer, case, margin))
-    changes = () if older is None else _changes(older, newer, margin)
+    rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
+    series = _history(history, commits)
+    changes = () if older is None else _changes(older, newer, series, margin)
     stages = breakdowns(newer)
     timelines = tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune)
     return Comparison(
@@ -78,7 +83,7 @@ def compare(
         lost=() if older is None else _lost(older, newer),
         summaries=_summaries(rows),
         skips=_skip_groups(newer),
-        history=_history(history, commits),
+        history=series,
         losses=_losses(newer),
         breakdowns=stages,
         timelines=timelines,
@@ -112,7 +117,6 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     peer = _best_peer(measured, case, variant, seconds) if is_product(variant) else None
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
-    judged = None if ratio is None else verdict(ratio, margin)
     gap, parity = _parity(profile, measured.profiles.get((case, BASELINE)))
     return Row(
         case=case,
@@ -123,12 +127,14 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         rounds=sum(variant in entry.blocks for entry in measured.rounds[case]),
         reference=reference,
         ratio=ratio,
-        verdict=judged,
+        margin=_margin(measured, case, variant, reference, margin),
+        verdict=None,
         best_peer=peer,
         peer_ratio=peer_ratio,
-        peer_verdict=None if peer_ratio is None else verdict(peer_ratio, margin),
+        peer_margin=_margin(measured, case, variant, peer, margin),
+        peer_verdict=None,
         setup_s=None if profile is None else profile.setup_s,
-        break_even_steps=_break_even(measured, case, variant, seconds) if judged in _CLEAR else None,
+        break_even_steps=_break_even(measured, case, variant, seconds),
         allocated_bytes=None if profile is None else profile.peak_allocated_bytes,
         reserved_bytes=None if profile is None else profile.peak_reserved_bytes,
         rss_bytes=None if profile is None else profile.peak_rss_bytes,
@@ -136,6 +142,32 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
     )
+
+
+def _judged(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows with their verdicts, which depend on how many there are."""
+    against_eager = _verdicts([row.ratio for row in rows], [row.margin for row in rows])
+    against_peers = _verdicts([row.peer_ratio for row in rows], [row.peer_margin for row in rows])
+    return tuple(
+        replace(
+            row,
+            verdict=judged,
+            peer_verdict=peer_judged,
+            break_even_steps=row.break_even_steps if judged in _CLEAR else None,
+        )
+        for row, judged, peer_judged in zip(rows, against_eager, against_peers, strict=True)
+    )
+
+
+def _verdicts(ratios: Sequence[Estimate | None], margins: Sequence[float]) -> list[Verdict | None]:
+    known = [(ratio, margin) for ratio, margin in zip(ratios, margins, strict=True) if ratio is not None]
+    judged = iter(judge([ratio for ratio, _ in known], [margin for _, margin in known]))
+    return [None if ratio is None else next(judged) for ratio in ratios]
+
+
+def _margin(measured: Measurement, case: Case, variant: str, reference: str | None, least: float) -> float:
+    pairs = [] if reference is None else measured.pairs(case, variant, reference)
+    return noise_margin(round_noise(pairs) if pairs else None, least)
 
 
 def _reference(variant: str, variants: Mapping[str, float]) -> str | None:
@@ -189,14 +221,15 @@ def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | 
     return gap, Parity.AGREES if abs(gap) <= LOSS_TOLERANCE else Parity.DIFFERS
 
 
-def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Change, ...]:
-    changes = []
+def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], margin: float) -> tuple[Change, ...]:
+    noise = {(series.case, series.variant): repeat_noise(_ratios(series)) for series in history}
+    changes: list[Change] = []
     for case in newer.rounds:
         for variant in sorted(filter(is_product, newer.variants(case)), key=order):
             control = _control(older, newer, case, variant)
             if control is not None:
                 head, base = newer.pairs(case, variant, control), older.pairs(case, variant, control)
-                ratio = compare_ratios(head, base)
+                known = noise.get((case, variant))
                 changes.append(
                     Change(
                         case=case,
@@ -205,11 +238,17 @@ def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Cha
                         control=control,
                         base=paired_ratio(base),
                         head=paired_ratio(head),
-                        ratio=ratio,
-                        verdict=verdict(ratio, margin),
+                        ratio=compare_ratios(head, base),
+                        margin=noise_margin(round_noise(head, base) if known is None else known, margin),
+                        verdict=Verdict.INCONCLUSIVE,
                     )
                 )
-    return tuple(changes)
+    judged = judge([change.ratio for change in changes], [change.margin for change in changes])
+    return tuple(replace(change, verdict=found) for change, found in zip(changes, judged, strict=True))
+
+
+def _ratios(series: Series) -> list[float]:
+    return [point.ratio.ratio for point in series.points]
 
 
 def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
@@ -254,8 +293,8 @@ def _summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
         members = [row for row in timed if row.case in shared]
         if not members:
             continue
-        eager = [1 / row.ratio.ratio for row in members if row.ratio is not None]
-        peers = [1 / row.peer_ratio.ratio for row in members if row.peer_ratio is not None]
+        eager = [row.ratio.inverted() for row in members if row.ratio is not None]
+        peers = [row.peer_ratio.inverted() for row in members if row.peer_ratio is not None]
         summaries.append(
             Summary(
                 variant=variant,

@@ -54,6 +54,11 @@ def change(estimate: Estimate) -> str:
     return f"{centre} [{_percent(estimate.low)}, {_percent(estimate.high)}]"
 
 
+def share(fraction: float) -> str:
+    """A fraction in percent: "3.0%"."""
+    return f"{100 * fraction:.1f}%"
+
+
 def loss(gap: float | None, parity: Parity | None) -> str:
     """The gap in loss in percent of the baseline's progress, with a word where it is not small: "+12% differs"."""
     if gap is None or parity is None:

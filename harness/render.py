@@ -10,7 +10,7 @@ from dataclasses import replace
 from harness import formats
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.names import label
-from harness.rows import Change, Comparison, Lost, Row
+from harness.rows import Change, Comparison, Lost, Row, Summary
 from harness.stats import Estimate, Verdict
 from harness.tables import Cell, Medium, Table, Tone, change_table, damage_table, skip_table, variant_table
 
@@ -73,7 +73,7 @@ def json_document(comparison: Comparison) -> str:
         "rows": [_row_fields(row) for row in comparison.rows],
         "changes": [_change_fields(change) for change in comparison.changes],
         "lost": [_lost_fields(lost) for lost in comparison.lost],
-        "summaries": [vars(summary) for summary in comparison.summaries],
+        "summaries": [_summary_fields(summary) for summary in comparison.summaries],
         "skips": [
             {
                 "status": group.status,
@@ -112,17 +112,18 @@ def _header(comparison: Comparison) -> str:
         lines.append("against  earlier runs of the same commit")
     elif comparison.base is not None:
         lines.append(f"against  {formats.one_line(formats.commit(comparison.base))}")
-    lines.append(f"margin   {100 * comparison.margin:g}% of time; intervals are 95%")
+    lines.append(f"margin   {100 * comparison.margin:g}% of time, or twice the noise; intervals are 95%")
     return "\n".join(lines) + "\n"
 
 
 def _summary_lines(comparison: Comparison) -> list[str]:
     lines = ["* fastest in its precision among the variants that are not Kitsune's"]
     for summary in comparison.summaries:
-        peer = "" if summary.over_peer is None else f", {formats.ratio(summary.over_peer)}× over the best peer"
+        peer = summary.over_peer
+        over_peer = "" if peer is None else f", {formats.ratio_with_interval(peer)}× over the best peer"
         lines.append(
             f"{formats.one_line(label(summary.variant))}, {summary.precision}, {summary.device}:"
-            f" {formats.ratio(summary.over_eager)}× over eager{peer}"
+            f" {formats.ratio_with_interval(summary.over_eager)}× over eager{over_peer}"
             f" (geometric mean of {formats.counted(summary.cases, 'case')})"
         )
     return lines
@@ -214,6 +215,16 @@ def _lost_fields(lost: Lost) -> dict[str, object]:
         "variant": lost.skip.variant,
         "status": lost.skip.status,
         "reason": lost.skip.reason,
+    }
+
+
+def _summary_fields(summary: Summary) -> dict[str, object]:
+    return {
+        **vars(summary),
+        "over_eager": summary.over_eager.ratio,
+        "over_eager_interval": _estimate_fields(summary.over_eager),
+        "over_peer": None if summary.over_peer is None else summary.over_peer.ratio,
+        "over_peer_interval": _estimate_fields(summary.over_peer),
     }
 
 

@@ -50,9 +50,10 @@ class Row:
 
     ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (of Kitsune as users run it) over
     that of the fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
-    ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock. Set-up, memory and loss are None
-    without a profile. ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is
-    not clearly faster or slower than eager.
+    ``margin`` and ``peer_margin`` are what the two verdicts were given by: the comparison's margin, wider where the
+    row's noise asks for it. ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock.
+    Set-up, memory and loss are None without a profile. ``break_even_steps`` is infinite where the variant never earns
+    its set-up back, None where it is not clearly faster or slower than eager.
     """
 
     case: Case
@@ -63,9 +64,11 @@ class Row:
     rounds: int
     reference: str | None
     ratio: Estimate | None
+    margin: float
     verdict: Verdict | None
     best_peer: str | None
     peer_ratio: Estimate | None
+    peer_margin: float
     peer_verdict: Verdict | None
     setup_s: float | None
     break_even_steps: float | None
@@ -92,7 +95,8 @@ class Change:
     """One of Kitsune's forms, as users run it, between two commits.
 
     ``base`` and ``head`` are its time as a multiple of that of the control, a peer in the same precision, measured in
-    the same processes: what slows the whole machine cancels. ``ratio`` is head over base.
+    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, ``margin`` what it is judged
+    by: the comparison's, or a wider one where the noise of this benchmark asks for it.
     """
 
     case: Case
@@ -102,6 +106,7 @@ class Change:
     base: Estimate
     head: Estimate
     ratio: Estimate
+    margin: float
     verdict: Verdict
 
 
@@ -125,13 +130,16 @@ class SkipGroup:
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are."""
+    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are.
+
+    Their intervals are about how exactly the cases were measured, not about other cases.
+    """
 
     variant: str
     precision: str
     device: str
-    over_eager: float
-    over_peer: float | None
+    over_eager: Estimate
+    over_peer: Estimate | None
     cases: int
 
 

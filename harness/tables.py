@@ -126,7 +126,11 @@ def change_table(comparison: Comparison) -> Table:
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
-        Column("verdict", "whether the whole interval lies beyond the margin"),
+        Column(
+            "verdict",
+            "whether the whole interval lies beyond the margin, not by chance among so many rows",
+        ),
+        Column("margin", "what does not matter here: at least that of the comparison, twice the noise", numeric=True),
         Column("before", "time at the older commit as a multiple of the control's in the same processes", numeric=True),
         Column("after", "the same at the newer commit", numeric=True),
         Column(
@@ -140,6 +144,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.skip.variant, tone=Tone.STRONG, words=label(entry.skip.variant)),
             Cell(formats.ABSENT),
             Cell("lost", tone=Tone.BAD, detail=entry.skip.reason),
+            Cell(formats.ABSENT),
             Cell("measured"),
             Cell(entry.skip.status),
             Cell(formats.ABSENT),
@@ -153,6 +158,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
             Cell(formats.change(entry.ratio), entry.ratio.ratio),
             verdict_cell(entry.verdict),
+            Cell(formats.share(entry.margin), entry.margin),
             Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
             Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
             Cell(entry.control, words=label(entry.control)),
@@ -227,7 +233,11 @@ def summary_table(comparison: Comparison) -> Table:
         Column("variant", "one of Kitsune's forms"),
         Column("precision", "as in the table of variants"),
         Column("device", "where it ran"),
-        Column("over eager", "geometric mean of the speed-ups over eager in the same precision", numeric=True),
+        Column(
+            "over eager",
+            "geometric mean of the speed-ups over eager in the same precision; its interval is for these very cases",
+            numeric=True,
+        ),
         Column("over best peer", "geometric mean of those over the best peer of each case", numeric=True),
         Column("cases", "how many cases the means are over", numeric=True),
     )
@@ -236,8 +246,8 @@ def summary_table(comparison: Comparison) -> Table:
             Cell(summary.variant, tone=Tone.STRONG, words=label(summary.variant)),
             Cell(summary.precision),
             Cell(summary.device),
-            Cell(_times(summary.over_eager), summary.over_eager),
-            Cell(_times(summary.over_peer), summary.over_peer),
+            _speedup_cell(summary.over_eager),
+            _speedup_cell(summary.over_peer),
             Cell(str(summary.cases), summary.cases),
         )
         for summary in comparison.summaries
@@ -352,10 +362,6 @@ def _damage_cells(problems: Sequence[tuple[int | None, str]]) -> tuple[Cell, Cel
     if line is None:
         return Cell("the whole file", tone=Tone.BAD), Cell(problem)
     return Cell(formats.counted(len(problems), "line"), tone=Tone.BAD), Cell(f"line {line}: {problem}")
-
-
-def _times(speedup: float | None) -> str:
-    return formats.ABSENT if speedup is None else f"{formats.ratio(speedup)}×"
 
 
 def _fact(value: object) -> str:

@@ -28,9 +28,10 @@ def write(
     rounds: int = 5,
     facts: Mapping[str, object] | None = None,
     extra: tuple[Mapping[str, object], ...] = (),
+    noise: sample.Noise | None = None,
 ) -> None:
-    """One run of one case with true times and GPU-like noise, different for every run."""
-    simulator = sample.Simulator(random.Random(f"{commit}{run}"))
+    """One run of one case with true times and noise (GPU-like unless told), different for every run."""
+    simulator = sample.Simulator(random.Random(f"{commit}{run}"), noise or sample.Noise())
     started = datetime(2026, 1, day, tzinfo=timezone.utc)
     records = [sample.run_record(run, commit, {"device": "x", "torch": "2.13.0"} | dict(facts or {}), started=started)]
     records += [sample.round_record(run, k, CASE, simulator.blocks(seconds)) for k in range(rounds)]
@@ -87,9 +88,10 @@ def test_summaries_are_geometric_means_over_cases(tmp_path: Path) -> None:
 
     ratios = [row.ratio.ratio for row in comparison.rows if row.variant == step.variant and row.ratio]
     assert step.cases == 3
-    assert step.over_eager == pytest.approx(math.prod(ratios) ** (-1 / 3))
+    assert step.over_eager.ratio == pytest.approx(math.prod(ratios) ** (-1 / 3))
+    assert step.over_eager.low < step.over_eager.ratio < step.over_eager.high
     assert step.over_peer is not None
-    assert step.over_peer < 1
+    assert step.over_peer.ratio < 1
 
 
 def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) ->
         for row in comparison.rows
         if row.variant == step.variant and row.ratio and row.case.batch == (128 if row.case.model == "resnet18" else 64)
     ]
-    assert step.over_eager == pytest.approx(math.prod(shared) ** (-1 / 3))
+    assert step.over_eager.ratio == pytest.approx(math.prod(shared) ** (-1 / 3))
 
 
 def test_without_arguments_the_newest_commit_is_held_against_the_one_before(tmp_path: Path) -> None:
@@ -333,6 +335,29 @@ def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
     assert len(lengths) == 12
     assert lengths["mlp", "kitsune_dropin_fp32"] == 3
     assert lengths["mlp", "kitsune_trainstep_fp32"] == 2  # the first commit has no TrainStep
+
+
+def test_a_noisy_benchmark_has_a_wider_margin(tmp_path: Path) -> None:
+    times = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4}
+    for day, commit in enumerate((OLD, NEW), start=1):
+        write(tmp_path / "quiet", commit, times, day=day)
+        write(tmp_path / "noisy", commit, times, day=day, noise=sample.Noise(process=0.03))
+
+    (quiet,), (noisy,) = (compared(tmp_path / name).changes for name in ("quiet", "noisy"))
+
+    assert quiet.margin == 0.03
+    assert 0.04 < noisy.margin <= 0.1
+    assert row_of(compared(tmp_path / "noisy"), "kitsune_dropin_fp32").margin > 0.03
+
+
+def test_the_noise_of_a_benchmark_is_that_of_its_history_where_that_is_long_enough(tmp_path: Path) -> None:
+    for day in range(1, 11):
+        seconds = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4 * (1.05 if day % 2 else 1)}
+        write(tmp_path, f"{day:040x}", seconds, day=day)
+
+    (change,) = compared(tmp_path).changes
+
+    assert change.margin == pytest.approx(0.10)
 
 
 def test_one_round_gives_ratios_without_verdicts(tmp_path: Path) -> None:
