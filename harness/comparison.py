@@ -9,11 +9,12 @@ from pathlib import Path
 
 from harness.breakdown import breakdowns
 from harness.fusions import step_fusions
+from harness.history_index import series_values
+from harness.level_changes import environment_changes, environment_of, level_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
-from harness.selection import measurement as measurement_of
 from harness.stats import (
     Estimate,
     Verdict,
@@ -84,6 +85,9 @@ def compare(
         summaries=_summaries(rows),
         skips=_skip_groups(newer),
         history=series,
+        environment_changes=environment_changes(
+            list(commits.values()), {commit: history.runs(commit)[-1].facts for commit in history.commits}
+        ),
         losses=_losses(newer),
         breakdowns=stages,
         timelines=timelines,
@@ -330,19 +334,14 @@ def _skip_groups(measured: Measurement) -> tuple[SkipGroup, ...]:
 
 
 def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, ...]:
-    points: dict[tuple[Case, str], list[Point]] = {}
-    for commit in history.commits:
-        measured = measurement_of(history, commit)
-        for case in measured.rounds:
-            for variant in filter(is_product, measured.variants(case)):
-                ratio = _ratio(measured, case, variant, reference_of(variant))
-                if ratio is not None:
-                    point = Point(commits[commit], ratio, _seconds(measured, case, variant))
-                    points.setdefault((case, variant), []).append(point)
-    return tuple(
-        Series(case, variant, precision_of(variant), tuple(points[case, variant]))
-        for case, variant in sorted(points, key=lambda key: order(key[1]))
-    )
+    environments = {commit: environment_of(history.runs(commit)[-1].facts) for commit in history.commits}
+    position = {commit: place for place, commit in enumerate(history.commits)}
+    series = []
+    for (case, variant), values in sorted(series_values(history).items(), key=lambda item: order(item[0][1])):
+        points = tuple(Point(commits[value.commit], value.ratio, value.seconds) for value in values)
+        changes = level_changes(points, environments, position)
+        series.append(Series(case, variant, precision_of(variant), points, changes))
+    return tuple(series)
 
 
 def _losses(measured: Measurement) -> tuple[LossCurve, ...]:

@@ -10,15 +10,27 @@ from dataclasses import replace
 from harness import formats
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.names import label
-from harness.rows import Change, Comparison, Lost, Row, Summary
+from harness.rows import Change, Comparison, LevelChange, Lost, Row, Series, Summary
 from harness.stats import Estimate, Verdict
-from harness.tables import Cell, Medium, Table, Tone, change_table, damage_table, skip_table, variant_table
+from harness.tables import (
+    Cell,
+    Medium,
+    Table,
+    Tone,
+    change_table,
+    damage_table,
+    environment_table,
+    level_table,
+    skip_table,
+    variant_table,
+)
 
 JSON_SCHEMA = 1
 """Raised when a field of the JSON document changes its meaning or goes away."""
 
 _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m", Tone.FAINT: "\x1b[2m"}
 _UNPAINT = "\x1b[0m"
+_ENVIRONMENTS = "Changes of the environment"
 
 
 def text(comparison: Comparison, *, colour: bool = False) -> str:
@@ -32,6 +44,9 @@ def text(comparison: Comparison, *, colour: bool = False) -> str:
     changes = change_table(comparison)
     if changes.rows:
         parts += ["", f"{_change_title(comparison)}", "", _text_table(changes.on(Medium.TEXT), colour)]
+    for title, table in (("Changes of level", level_table(comparison)), (_ENVIRONMENTS, environment_table(comparison))):
+        if table.rows:
+            parts += ["", title, "", _text_table(table.on(Medium.TEXT), colour)]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
         if table.rows:
             parts += ["", title, "", *(_sentence(row) for row in table.rows)]
@@ -45,6 +60,9 @@ def markdown(comparison: Comparison) -> str:
     changes = change_table(comparison)
     if changes.rows:
         parts += ["", f"### {_escaped(_change_title(comparison))}", "", _markdown_table(changes.on(Medium.TEXT))]
+    for title, table in (("Changes of level", level_table(comparison)), (_ENVIRONMENTS, environment_table(comparison))):
+        if table.rows:
+            parts += ["", f"### {title}", "", _markdown_table(table.on(Medium.TEXT))]
     parts += ["", "### Variants", "", _markdown_table(variant_table(comparison).on(Medium.TEXT)), ""]
     parts += [_escaped(line) + "  " for line in _summary_lines(comparison) if line]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
@@ -72,6 +90,13 @@ def json_document(comparison: Comparison) -> str:
         "regressions": comparison.regressions,
         "rows": [_row_fields(row) for row in comparison.rows],
         "changes": [_change_fields(change) for change in comparison.changes],
+        "level_changes": [
+            _level_change_fields(series, change) for series in comparison.history for change in series.changes
+        ],
+        "environment_changes": [
+            {"before": entry.before.sha, "commit": entry.commit.sha, "facts": entry.facts}
+            for entry in comparison.environment_changes
+        ],
         "lost": [_lost_fields(lost) for lost in comparison.lost],
         "summaries": [_summary_fields(summary) for summary in comparison.summaries],
         "skips": [
@@ -207,6 +232,11 @@ def _change_fields(change: Change) -> dict[str, object]:
         "ratio": _estimate_fields(change.ratio),
         "verdict": change.verdict.value,
     }
+
+
+def _level_change_fields(series: Series, change: LevelChange) -> dict[str, object]:
+    commits = {"before": change.before.sha, "first": change.first.sha, "latest": change.latest.sha}
+    return {"case": vars(series.case), "variant": series.variant, **vars(change), **commits}
 
 
 def _lost_fields(lost: Lost) -> dict[str, object]:

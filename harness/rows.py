@@ -153,6 +153,33 @@ class Point:
 
 
 @dataclass(frozen=True)
+class LevelChange:
+    """A change of a series' level that lasted, at the latest, from ``latest`` on and, most likely, from ``first``.
+
+    ``before`` is the last commit that was surely measured at the old level: with 95% confidence the change lies after
+    it and not after ``latest``. In that range ``missing`` measured commits have no value of the series. ``ratio`` is
+    the new level over the old one.
+    """
+
+    before: Commit
+    first: Commit
+    latest: Commit
+    missing: int
+    ratio: float
+    p_value: float
+    is_worse: bool
+
+
+@dataclass(frozen=True)
+class EnvironmentChange:
+    """A commit measured in another environment than the one before it: the facts that differ, old and new."""
+
+    before: Commit
+    commit: Commit
+    facts: Mapping[str, tuple[object, object]]
+
+
+@dataclass(frozen=True)
 class Series:
     """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent."""
 
@@ -160,6 +187,7 @@ class Series:
     variant: str
     precision: str
     points: tuple[Point, ...]
+    changes: tuple[LevelChange, ...]
 
 
 @dataclass(frozen=True)
@@ -188,6 +216,7 @@ class Comparison:
     summaries: tuple[Summary, ...]
     skips: tuple[SkipGroup, ...]
     history: tuple[Series, ...]
+    environment_changes: tuple[EnvironmentChange, ...]
     losses: tuple[LossCurve, ...]
     breakdowns: tuple[Breakdown, ...]
     timelines: tuple[Timeline | NoTimeline, ...]

@@ -227,6 +227,55 @@ def history_table(comparison: Comparison) -> Table:
     return Table(columns, tuple(rows))
 
 
+def level_table(comparison: Comparison) -> Table:
+    """Where the level of Kitsune's forms changed over the history, the latest changes first."""
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("change of time", "the level after it against the one before, as multiples of eager's", numeric=True),
+        Column("verdict", "in which direction; only changes of at least 2% that are hardly chance are listed"),
+        Column("first at", "the commit since which it most likely is so"),
+        Column("after", "the last commit that surely was at the old level"),
+        Column("up to", "the last commit at which, with 95% confidence, it can have changed"),
+        Column("without value", "commits in that range where this was not measured", numeric=True),
+    )
+    position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
+    found = [(series, change) for series in comparison.history for change in series.changes]
+    rows = [
+        (
+            *_case_cells(series.case),
+            Cell(series.precision),
+            Cell(series.variant, words=label(series.variant)),
+            Cell(formats.percent_change(change.ratio), change.ratio),
+            Cell("slower", tone=Tone.BAD) if change.is_worse else Cell("faster", tone=Tone.GOOD),
+            Cell(change.first.short, position[change.first.sha], detail=change.first.subject),
+            Cell(change.before.short, position[change.before.sha]),
+            Cell(change.latest.short, position[change.latest.sha]),
+            Cell(str(change.missing), change.missing),
+        )
+        for series, change in sorted(found, key=lambda entry: -position[entry[1].first.sha])
+    ]
+    return Table(columns, tuple(rows))
+
+
+def environment_table(comparison: Comparison) -> Table:
+    """Where the history's environment changed: what happens there is not known to be the code's doing."""
+    columns = (
+        Column("commit", "the first measured in the new environment"),
+        Column("before", "the last measured in the old one"),
+        Column("what changed", "facts of the machine and its software that change what is measured"),
+    )
+    rows = [
+        (
+            Cell(entry.commit.short, detail=entry.commit.subject),
+            Cell(entry.before.short),
+            Cell(", ".join(f"{name}: {_fact(old)} → {_fact(new)}" for name, (old, new) in entry.facts.items())),
+        )
+        for entry in comparison.environment_changes
+    ]
+    return Table(columns, tuple(rows))
+
+
 def summary_table(comparison: Comparison) -> Table:
     """Geometric means of Kitsune's speed-ups, one row for each variant and device."""
     columns = (

@@ -142,8 +142,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "History",
             "History",
             "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval. Solid lines"
-            " are fp32, dashed ones amp.",
-            _explained_charts(charts["history"], tables.history_table(comparison)),
+            " are fp32, dashed ones amp. Below: where a level changed for three commits or more, and where the"
+            " environment did.",
+            _history(comparison, charts["history"]),
         ),
         _Section(
             "Loss",
@@ -216,6 +217,13 @@ def _explained_charts(drawn: Sequence[Figure], numbers: Table) -> str:
         return ""
     table = markup.table(numbers)
     return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{table}</details>"
+
+
+def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    """The lines, the changes of level, those of the environment; empty where there is but one commit."""
+    found = (tables.level_table(comparison), tables.environment_table(comparison))
+    listed = "".join(markup.table(table) for table in found if table.rows)
+    return _explained_charts(drawn, tables.history_table(comparison)) + listed
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:

@@ -1,3 +1,4 @@
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import render
 from harness.comparison import compare
 from harness.rows import Comparison, Parity, Row
 from harness.selection import ComparisonError, choose_machine
@@ -401,3 +403,24 @@ def test_the_machine_is_this_one_or_the_latest(tmp_path: Path) -> None:
     assert choose_machine(store, sample.GPU_MACHINE, sample.CPU_MACHINE) == sample.GPU_MACHINE
     with pytest.raises(ComparisonError, match=f"there are: {sample.GPU_MACHINE}, {sample.CPU_MACHINE}"):
         choose_machine(store, "elsewhere", sample.CPU_MACHINE)
+
+
+def test_a_lasting_change_of_level_is_told_with_its_commits(tmp_path: Path) -> None:
+    for day in range(1, 25):
+        seconds = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4 * (1.08 if day > 14 else 1)}
+        facts = {"driver": "580" if day < 20 else "581"}
+        write(tmp_path, f"{day:040x}", seconds, day=day, rounds=2, facts=facts)
+
+    comparison = compared(tmp_path)
+
+    (series,) = comparison.history
+    (change,) = series.changes
+    assert int(change.first.sha, 16) == 15
+    assert change.is_worse
+    (environment,) = comparison.environment_changes
+    assert (int(environment.commit.sha, 16), environment.facts) == (20, {"driver": ("580", "581")})
+    shown = render.text(comparison)
+    assert "Changes of level" in shown
+    assert "driver: 580 → 581" in shown
+    assert json.loads(render.json_document(comparison))["level_changes"][0]["first"] == change.first.sha
+    assert "Changes of the environment" in render.markdown(comparison)
