@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 from harness.breakdown import breakdowns
 from harness.fusions import step_fusions
-from harness.history_index import series_values
+from harness.history_index import Value, series_values
 from harness.level_changes import environment_changes, environment_of, level_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
@@ -226,7 +227,7 @@ def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | 
 
 
 def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], margin: float) -> tuple[Change, ...]:
-    noise = {(series.case, series.variant): repeat_noise(_ratios(series)) for series in history}
+    noise = {(series.case, series.variant): series.noise for series in history}
     changes: list[Change] = []
     for case in newer.rounds:
         for variant in sorted(filter(is_product, newer.variants(case)), key=order):
@@ -249,10 +250,6 @@ def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], 
                 )
     judged = judge([change.ratio for change in changes], [change.margin for change in changes])
     return tuple(replace(change, verdict=found) for change, found in zip(changes, judged, strict=True))
-
-
-def _ratios(series: Series) -> list[float]:
-    return [point.ratio.ratio for point in series.points]
 
 
 def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
@@ -338,10 +335,34 @@ def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, .
     position = {commit: place for place, commit in enumerate(history.commits)}
     series = []
     for (case, variant), values in sorted(series_values(history).items(), key=lambda item: order(item[0][1])):
-        points = tuple(Point(commits[value.commit], value.ratio, value.seconds) for value in values)
-        changes = level_changes(points, environments, position)
-        series.append(Series(case, variant, precision_of(variant), points, changes))
+        measured = [commits[commit] for commit in values.commits]
+        changes = level_changes(measured, values.ratios, environments, position)
+        noise = repeat_noise(values.ratios)
+        series.append(Series(case, variant, precision_of(variant), _Points(values, commits), changes, noise))
     return tuple(series)
+
+
+class _Points(Sequence[Point]):
+    """The points of values, which are made as they are looked at."""
+
+    def __init__(self, values: Sequence[Value], commits: Mapping[str, Commit]) -> None:
+        self._values = values
+        self._commits = commits
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Point]: ...
+
+    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
+        if isinstance(index, slice):
+            return _Points(self._values[index], self._commits)
+        value = self._values[index]
+        return Point(self._commits[value.commit], value.ratio, value.seconds)
 
 
 def _losses(measured: Measurement) -> tuple[LossCurve, ...]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,41 @@ class Value:
     ratio: Estimate
 
 
+class Values(Sequence[Value]):
+    """The values of a series in the order of the commits, which are made as they are looked at: there may be many."""
+
+    def __init__(self, commits: Sequence[str], points: Points) -> None:
+        self._commits = commits
+        self._points = points
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    @overload
+    def __getitem__(self, index: int) -> Value: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Values: ...
+
+    def __getitem__(self, index: int | slice) -> Value | Values:
+        if isinstance(index, slice):
+            return Values(self._commits, self._points[index])
+        commit, _, seconds, ratio, low, high, rounds, pairs, freedom = self._points[index].item()
+        estimate = Estimate(ratio, low, high, rounds, pairs, None if math.isnan(freedom) else freedom)
+        return Value(self._commits[commit], seconds, estimate)
+
+    @property
+    def commits(self) -> list[str]:
+        """The commits of the values."""
+        return [self._commits[number] for number in self._points["commit"].tolist()]
+
+    @property
+    def ratios(self) -> list[float]:
+        """The ratios to eager alone."""
+        ratios: list[float] = self._points["ratio"].tolist()
+        return ratios
+
+
 @dataclass(frozen=True)
 class _Index:
     """Points of commits, given with the stamps of their files; ``commit`` and ``series`` of a point count in these."""
@@ -61,7 +98,7 @@ class _Index:
     points: Points
 
 
-def series_values(history: History) -> dict[Key, list[Value]]:
+def series_values(history: History) -> dict[Key, Values]:
     """The values of each of Kitsune's forms, as users run them, where eager was timed beside it: in the order of the
     commits, those without a value left out. Series are in the order in which they first appear.
 
@@ -69,18 +106,15 @@ def series_values(history: History) -> dict[Key, list[Value]]:
     """
     index = _updated(history)
     position = {commit: place for place, commit in enumerate(history.commits)}
-    places = np.array([position[commit] for commit, _ in index.commits], dtype=np.int64)
-    found: dict[Key, list[Value]] = {}
-    ordered = index.points[np.argsort(places[index.points["commit"]], kind="stable")]
-    for point in _plain(ordered):
-        commit, series, seconds, ratio, low, high, rounds, pairs, freedom = point
-        estimate = Estimate(ratio, low, high, rounds, pairs, None if freedom != freedom else freedom)
-        found.setdefault(index.series[series], []).append(Value(index.commits[commit][0], seconds, estimate))
-    return found
-
-
-def _plain(points: Points) -> Iterator[tuple[int, int, float, float, float, float, int, int, float]]:
-    return iter(points.tolist())
+    commits = [commit for commit, _ in index.commits]
+    places = np.array([position[commit] for commit in commits], dtype=np.int64)[index.points["commit"]]
+    ordered = index.points[np.lexsort((places, index.points["series"]))]
+    starts = np.searchsorted(ordered["series"], np.arange(len(index.series) + 1))
+    return {
+        key: Values(commits, ordered[start:end])
+        for key, start, end in zip(index.series, starts, starts[1:], strict=False)
+        if start < end
+    }
 
 
 def _updated(history: History) -> _Index:
@@ -119,7 +153,7 @@ def _points(measured: Measurement) -> Iterator[tuple[Key, tuple[float, float, fl
                 continue
             seconds = typical_seconds([entry.blocks[variant].seconds for entry in rounds if variant in entry.blocks])
             ratio = paired_ratio(pairs)
-            freedom = float("nan") if ratio.freedom is None else ratio.freedom
+            freedom = math.nan if ratio.freedom is None else ratio.freedom
             yield (
                 (case, variant),
                 (seconds, ratio.ratio, ratio.low, ratio.high, ratio.rounds, ratio.pairs, freedom),

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from harness.changepoints import ChangePoint, find_changes
-from harness.rows import Commit, EnvironmentChange, LevelChange, Point
+from harness.rows import Commit, EnvironmentChange, LevelChange
 from harness.selection import ENVIRONMENT_FACTS, changed_facts
 
 Environment = tuple[object, ...]
@@ -19,7 +19,8 @@ def environment_of(facts: Mapping[str, object]) -> Environment:
 
 
 def level_changes(
-    points: Sequence[Point],
+    commits: Sequence[Commit],
+    ratios: Sequence[float],
     environments: Mapping[str, Environment],
     position: Mapping[str, int],
     *,
@@ -30,18 +31,19 @@ def level_changes(
     Values of different environments are judged apart, each with those of its own, whichever was measured in between.
 
     Args:
-        points: the series, in the order of the commits; those that were not measured are absent.
+        commits: those at which the series was measured, in their order.
+        ratios: its values at these.
         environments: that of each commit, by its hash.
         position: the place of each measured commit of the machine in their order, by its hash.
         lower_is_better: whether the series' ratios are of times, and not of speeds.
     """
-    apart: dict[Environment, list[Point]] = {}
-    for point in points:
-        apart.setdefault(environments[point.commit.sha], []).append(point)
+    apart: dict[Environment, list[int]] = {}
+    for index, commit in enumerate(commits):
+        apart.setdefault(environments[commit.sha], []).append(index)
     changes = [
-        _named(change, members, position, lower_is_better)
+        _named(change, [commits[index] for index in members], position, lower_is_better)
         for members in apart.values()
-        for change in find_changes([point.ratio.ratio for point in members])
+        for change in find_changes([ratios[index] for index in members])
     ]
     return tuple(sorted(changes, key=lambda change: position[change.first.sha]))
 
@@ -66,14 +68,14 @@ def environment_changes(
 
 
 def _named(
-    change: ChangePoint, points: Sequence[Point], position: Mapping[str, int], lower_is_better: bool
+    change: ChangePoint, commits: Sequence[Commit], position: Mapping[str, int], lower_is_better: bool
 ) -> LevelChange:
     """The change between commits, and how many in its range have no value in this series."""
-    before, latest = points[change.earliest - 1].commit, points[change.latest].commit
+    before, latest = commits[change.earliest - 1], commits[change.latest]
     between = position[latest.sha] - position[before.sha]
     return LevelChange(
         before=before,
-        first=points[change.position].commit,
+        first=commits[change.position],
         latest=latest,
         missing=between - (change.latest - change.earliest + 1),
         ratio=change.ratio,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -181,13 +181,18 @@ class EnvironmentChange:
 
 @dataclass(frozen=True)
 class Series:
-    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent."""
+    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent.
+
+    ``points`` are made as they are looked at: there may be many. ``noise`` is by how much measurements one after the
+    other differ (:func:`harness.stats.repeat_noise`).
+    """
 
     case: Case
     variant: str
     precision: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
     changes: tuple[LevelChange, ...]
+    noise: float | None
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,21 @@ def slow_statistic(values: tuple[float, ...]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_p_values_are_those_of_all_orders(seed: int) -> None:
+def test_p_values_are_those_of_all_orders(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changepoints, "_NEVER", 0.0)
+    monkeypatch.setattr(changepoints, "_CHANCE", 2.0)
     logs = np.random.default_rng(seed).normal(0, 1, 7)
     found = changepoints._p_value(logs, 100.0, 0, 3, 7)
-    assert found == pytest.approx(slow_p_value(logs), abs=0.05 if found < 0.1 else 0.13)
+    assert found == pytest.approx(slow_p_value(logs), abs=0.09)
+
+
+@pytest.mark.parametrize("size", [9, 15, 40, 60])
+def test_what_is_not_tested_is_never_significant(size: int) -> None:
+    """The statistic that a hundredth of all orders exceeds lies above the bound below which none is tested."""
+    values = np.random.default_rng(size).standard_t(3, size)
+    values -= values.mean()
+    largest = changepoints._statistics(values[changepoints._orders(size)]).max(axis=-1)
+    assert np.quantile(largest, 0.99) > changepoints._NEVER * values.std()
 
 
 def test_false_alarms_are_rare_and_steps_are_found() -> None:

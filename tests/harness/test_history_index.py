@@ -29,7 +29,7 @@ def write(root: Path, number: int, *, run: str = "r", torch: str = "2.13.0", mac
 
 
 def values(root: Path, machine: str = MACHINE) -> dict[Key, list[Value]]:
-    return series_values(Store(root).load(machine))
+    return {key: list(found) for key, found in series_values(Store(root).load(machine)).items()}
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@ import random
 from datetime import datetime, timedelta, timezone
 
 from harness.level_changes import environment_changes, environment_of, level_changes
-from harness.rows import Commit, LevelChange, Point
-from harness.stats import Estimate
+from harness.rows import Commit, LevelChange
 
 COMMITS = [
     Commit(f"{number:040x}", None, None, datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=number))
@@ -13,19 +12,18 @@ COMMITS = [
 POSITION = {commit.sha: place for place, commit in enumerate(COMMITS)}
 
 
-def points(levels: list[float], commits: list[Commit]) -> list[Point]:
+def points(levels: list[float], commits: list[Commit]) -> list[tuple[Commit, float]]:
     rng = random.Random(0)
-    ratios = [level * math.exp(rng.gauss(0, 0.005)) for level in levels]
-    return [
-        Point(commit, Estimate(ratio, ratio / 1.01, ratio * 1.01, 3, 9), 1e-3)
-        for commit, ratio in zip(commits, ratios, strict=True)
-    ]
+    return [(commit, level * math.exp(rng.gauss(0, 0.005))) for commit, level in zip(commits, levels, strict=True)]
 
 
-def changes(series: list[Point], torch: list[str] | None = None, *, lower_is_better: bool = True) -> list[LevelChange]:
+def changes(
+    series: list[tuple[Commit, float]], torch: list[str] | None = None, *, lower_is_better: bool = True
+) -> list[LevelChange]:
     versions = torch or ["2.13"] * len(COMMITS)
     facts = {commit.sha: environment_of({"torch": version}) for commit, version in zip(COMMITS, versions, strict=True)}
-    return list(level_changes(series, facts, POSITION, lower_is_better=lower_is_better))
+    commits, ratios = [commit for commit, _ in series], [ratio for _, ratio in series]
+    return list(level_changes(commits, ratios, facts, POSITION, lower_is_better=lower_is_better))
 
 
 def test_a_change_lies_between_two_commits() -> None:
