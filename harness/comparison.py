@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import overload
 
 from harness.breakdown import breakdowns
+from harness.conclusive import MARGIN
 from harness.fusions import step_fusions
 from harness.history_index import Value, series_values
 from harness.level_changes import environment_changes, environment_of, level_changes
@@ -34,7 +35,7 @@ from harness.store import History, Profile
 from harness.stream_gains import stream_gains
 from harness.timelines import timeline
 
-DEFAULT_MARGIN = 0.03
+DEFAULT_MARGIN = MARGIN
 """Relative difference in time that does not matter in any benchmark; noise may widen it for single ones."""
 
 LOSS_TOLERANCE = 0.05
@@ -381,6 +382,11 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
         notes.append(
             f"{len(newer.left_out)} earlier run(s) of {newer.commit[:8]} in another environment are left out"
             f" (they differ in {', '.join(differing)})"
+        )
+    turns = sum(entry.throttled for rounds in newer.rounds.values() for entry in rounds)
+    if turns:
+        notes.append(
+            f"the GPU was throttled in {turns} turn(s) at {newer.commit[:8]}; they are left out where others exist"
         )
     if older is None:
         notes.append("no earlier commit is measured on this machine, so no change can be judged")

@@ -9,21 +9,24 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
-from harness import allocator, caches, environment, memory, profiles, variants
+from harness import allocator, caches, environment, memory, profiles, sensors, variants
 from harness.failures import describe
+from harness.names import reference_of
 from harness.profiles import Case, Effort
 from harness.timer import BlockTime, synchronize, time_block
+from harness.turns import Ending, Limits, take_turns
 from harness.variants.availability import unavailable
 from harness.variants.building import start
 from harness.variants.training import Training, prepare
@@ -59,7 +62,7 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class RoundJob:
-    """Variants of a case, timed in turns. ``round`` shifts which of them comes first."""
+    """Variants of a case, timed in turns. ``round`` shifts which of them is made first, and draws other orders."""
 
     case: Case
     tasks: tuple[Task, ...]
@@ -86,11 +89,20 @@ class ProfileResult:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Block times of every variant that ran through, in the order of turns, and why the others did not."""
+    """Block times of every variant that ran through, in the order of turns, and why the others did not.
+
+    ``throttled`` are the numbers of the turns in which the GPU was; ``ended`` and ``half_width`` are those of
+    :class:`harness.turns.Taken`. ``gpu`` and ``host`` say what was going on meanwhile, as :mod:`harness.sensors` does.
+    """
 
     steps_per_block: int
     blocks: Mapping[str, tuple[BlockTime, ...]]
     failures: Mapping[str, str]
+    throttled: tuple[int, ...] = ()
+    ended: Ending = "turns"
+    half_width: float = math.inf
+    gpu: Mapping[str, object] = field(default_factory=dict)
+    host: Mapping[str, object] = field(default_factory=dict)
 
 
 def probe(kitsune_root: Path | None, note: Callable[[str], None]) -> Probe:
@@ -140,9 +152,10 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
 
 
 def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
-    """Times the variants in turns: each turn has one block of each, and every other turn goes backwards.
+    """Times the variants in turns until their ratios to eager are known narrowly enough or the budget is spent.
 
-    A variant that raises leaves the round; what it raised is in the result.
+    A variant that raises leaves the round; what it raised is in the result. A turn in which the GPU was throttled is
+    marked and, a bounded number of times, repeated. The orders of the turns follow from the case and the round.
     """
     device = _begin(job.case)
     os.environ["TORCH_WARM_POOL"] = "0"  # all is compiled already; Inductor's idle workers would take cores
@@ -155,20 +168,33 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
     if not ready:
         return RoundResult(1, {}, failures)
     trainings = {name: training for name, (training, _) in ready.items()}
-    steps, turns = _size([seconds for _, seconds in ready.values()], job.effort)
+    steps = steps_per_block([seconds for _, seconds in ready.values()], job.effort)
     gc.collect()
     gc.freeze()
-    blocks: dict[str, list[BlockTime]] = {name: [] for name in trainings}
-    for turn in range(turns):
-        order = list(trainings) if turn % 2 == 0 else list(reversed(trainings))
-        for name in order:
-            if name in failures:
-                continue
-            note(name)
-            with _excluded_if_failing(name, failures, device):
-                blocks[name].append(_block(trainings[name], steps, device))
-    completed = {name: tuple(times) for name, times in blocks.items() if name not in failures}
-    return RoundResult(steps, completed, failures)
+
+    def block(name: str) -> BlockTime | None:
+        note(name)
+        with _excluded_if_failing(name, failures, device):
+            return _block(trainings[name], steps, device)
+        return None
+
+    gpu, host = sensors.watch(device.type), sensors.HostWatch()
+    taken = take_turns(
+        list(trainings),
+        block,
+        pairs=[(name, reference_of(name)) for name in trainings if name != reference_of(name)],
+        limits=limits(job.effort),
+        is_throttled=gpu.is_throttled,
+        rng=random.Random(f"{job.case.name} {job.round}"),
+    )
+    return RoundResult(
+        steps, taken.blocks, failures, taken.throttled, taken.ended, taken.half_width, gpu.summary(), host.summary()
+    )
+
+
+def limits(effort: Effort) -> Limits:
+    """When a round of this effort ends."""
+    return Limits(effort.turns, effort.timed_seconds, effort.narrow_within, effort.throttle_retries)
 
 
 def _begin(case: Case) -> torch.device:
@@ -215,13 +241,10 @@ def _stable(times: Sequence[float]) -> bool:
     return len(last) == profiles.STABLE_BLOCKS and max(last) <= min(last) * (1 + profiles.STABLE_WITHIN)
 
 
-def _size(step_seconds: Sequence[float], effort: Effort) -> tuple[int, int]:
-    """Steps per block and number of turns for variants whose steps take so long."""
+def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
+    """Steps per block for variants whose steps take so long."""
     wanted = max(effort.block_seconds / max(step_seconds), effort.shortest_block_seconds / min(step_seconds))
-    steps = max(1, math.ceil(wanted))
-    affordable = int(effort.timed_seconds / (steps * sum(step_seconds)))
-    fewest, most = effort.turns
-    return steps, min(max(affordable, fewest), most)
+    return max(1, math.ceil(wanted))
 
 
 def _block(training: Training, steps: int, device: torch.device) -> BlockTime:

@@ -304,3 +304,15 @@ def commits_of_a_repository(folder: Path) -> list[str]:
         git("commit", "--quiet", "--allow-empty", "--message", subject)
         commits.append(git("rev-parse", "HEAD"))
     return commits
+
+
+def test_throttled_turns_are_left_out_unless_there_are_no_others(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    some, all_ = round_(0) | {"throttled": [1]}, round_(1) | {"throttled": [0, 1]}
+    store.append(MACHINE, COMMIT, [run(), some, all_])
+    first, second = store.load(MACHINE).rounds(COMMIT)
+    assert (first.throttled, first.blocks["eager_fp32"].seconds) == (1, (1e-3,))
+    assert (second.throttled, second.blocks["eager_fp32"].seconds) == (2, (1e-3, 2e-3))
+    for unusable in ([2], [-1], ["x"], 1):
+        with pytest.raises(ResultsError, match="throttled"):
+            store.append(MACHINE, COMMIT, [round_(2) | {"throttled": unusable}])
