@@ -17,6 +17,7 @@ from harness.names import is_diagnostic, is_kitsune, is_product, order, precisio
 from harness.revisions import describe
 from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
+from harness.selftest import outcome
 from harness.stats import (
     Estimate,
     Verdict,
@@ -95,7 +96,7 @@ def compare(
         timelines=timelines,
         stream_gains=stream_gains(stages, timelines, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
-        notes=_notes(older, newer, changes),
+        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin)),
         damage=history.damage,
     )
 
@@ -373,6 +374,13 @@ def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
         for (case, variant), profile in profiles
         if profile.losses and not is_diagnostic(variant)
     )
+
+
+def _error_rates(history: History, newer: Measurement, margin: float) -> list[str]:
+    """How often verdicts like these are wrong, where self-tests have measured it in this environment."""
+    rows, problems = outcome.load(history.folder, newer.facts, margin)
+    told = outcome.sentence(rows, margin)
+    return ([] if told is None else [told]) + problems
 
 
 def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Change]) -> tuple[str, ...]:

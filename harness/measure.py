@@ -122,7 +122,7 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
         Exception: whatever the variant raises.
     """
     variant = variants.get(job.task.variant)
-    device = _begin(job.case)
+    device = begin_device(job.case)
     cold = caches.is_cold(job.task.caches)
     caches.use(job.task.caches)
     note(f"preparing {variant.name}")
@@ -132,7 +132,7 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     losses = _Losses(job.case.loss_steps)
     begin = time.perf_counter()
     training = start(variant, ingredients)
-    _settle(training, losses.step, job.effort.settle_seconds)
+    settle(training, losses.step, job.effort.settle_seconds)
     synchronize(device)
     setup_s = time.perf_counter() - begin
     note(f"running {variant.name} in its steady state")
@@ -157,7 +157,7 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
     A variant that raises leaves the round; what it raised is in the result. A turn in which the GPU was throttled is
     marked and, a bounded number of times, repeated. The orders of the turns follow from the case and the round.
     """
-    device = _begin(job.case)
+    device = begin_device(job.case)
     os.environ["TORCH_WARM_POOL"] = "0"  # all is compiled already; Inductor's idle workers would take cores
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Training, float]] = {}
@@ -175,7 +175,7 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
     def block(name: str) -> BlockTime | None:
         note(name)
         with _excluded_if_failing(name, failures, device):
-            return _block(trainings[name], steps, device)
+            return timed_block(trainings[name].run, steps, device)
         return None
 
     gpu, host = sensors.watch(device.type), sensors.HostWatch()
@@ -197,7 +197,7 @@ def limits(effort: Effort) -> Limits:
     return Limits(effort.turns, effort.timed_seconds, effort.narrow_within, effort.throttle_retries)
 
 
-def _begin(case: Case) -> torch.device:
+def begin_device(case: Case) -> torch.device:
     """Starts the device and sets the switches that are the same for all variants."""
     device = torch.device(case.device_type)
     torch.backends.cudnn.benchmark = True
@@ -214,11 +214,11 @@ def _make_ready(job: RoundJob, task: Task, device: torch.device) -> tuple[Traini
     variant = variants.get(task.variant)
     caches.use(task.caches)
     training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
-    _settle(training, lambda training: training.run(1), job.effort.settle_seconds)
-    return training, _warm_up(training, device, job.effort.warm_up_seconds)
+    settle(training, lambda training: training.run(1), job.effort.settle_seconds)
+    return training, warm_up(training, device, job.effort.warm_up_seconds)
 
 
-def _settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
+def settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
     """Steps, at least one, until the training is in its steady state or the time is up."""
     deadline = time.monotonic() + seconds
     step(training)
@@ -226,7 +226,7 @@ def _settle(training: Training, step: Callable[[Training], object], seconds: flo
         step(training)
 
 
-def _warm_up(training: Training, device: torch.device, seconds: float) -> float:
+def warm_up(training: Training, device: torch.device, seconds: float) -> float:
     """Runs until the last blocks agree or the time is up; the seconds per step of the fastest of them."""
     deadline = time.monotonic() + seconds
     times = [time_block(training.run, 1, device).wall_s]
@@ -247,9 +247,10 @@ def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
     return max(1, math.ceil(wanted))
 
 
-def _block(training: Training, steps: int, device: torch.device) -> BlockTime:
+def timed_block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
+    """One block of so many steps, behind a lead-in where it is long enough for one."""
     lead_in = profiles.LEAD_IN_STEPS[device.type] if steps >= profiles.LEAD_IN_FROM_STEPS else 0
-    return time_block(training.run, steps, device, lead_in=lead_in)
+    return time_block(run, steps, device, lead_in=lead_in)
 
 
 def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:

@@ -1,5 +1,6 @@
 """The instrument: what it keeps of a variant and of a round. Nothing here judges a duration."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,10 @@ class Recorded(Training):
 def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What trainings in this very process do, in order; nothing of the process is changed for it."""
     entries: list[tuple[str, int]] = []
-    monkeypatch.setattr(measure, "_begin", lambda case: CPU)
+    monkeypatch.setattr(measure, "begin_device", lambda case: CPU)
     monkeypatch.setattr(measure.gc, "freeze", lambda: None)
     monkeypatch.setattr(measure, "start", lambda variant, ingredients: Recorded(ingredients, entries, variant.name))
-    monkeypatch.setattr(measure, "_warm_up", lambda training, device, seconds: 1e-3)
+    monkeypatch.setattr(measure, "warm_up", lambda training, device, seconds: 1e-3)
     return entries
 
 
@@ -137,22 +138,22 @@ def test_a_round_tells_how_it_ended_and_what_disturbed_it(log: list[tuple[str, i
 
 def test_long_blocks_follow_a_step_that_is_not_timed(log: list[tuple[str, int]]) -> None:
     training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it")
-    measure._block(training, 3, CPU)
-    measure._block(training, 4, CPU)
+    measure.timed_block(training.run, 3, CPU)
+    measure.timed_block(training.run, 4, CPU)
     assert log == [("it", 3), ("it", 1), ("it", 4)]
 
 
 def test_settling_takes_as_many_steps_as_it_takes(log: list[tuple[str, int]]) -> None:
     training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it", settles_after=7)
-    measure._settle(training, lambda training: training.run(1), 60.0)
+    measure.settle(training, lambda training: training.run(1), 60.0)
     assert training.steps == 7
-    measure._settle(training, lambda training: training.run(1), 0.0)
+    measure.settle(training, lambda training: training.run(1), 0.0)
     assert training.steps == 8  # settled before, but a step is always taken
 
 
 def test_a_training_that_never_settles_is_not_waited_for(log: list[tuple[str, int]]) -> None:
     training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it", settles_after=10**9)
-    measure._settle(training, lambda training: training.run(1), 0.0)
+    measure.settle(training, lambda training: training.run(1), 0.0)
     assert training.steps == 1
 
 
@@ -203,10 +204,10 @@ def test_a_lost_device_ends_the_round(log: list[tuple[str, int]], monkeypatch: p
     def lost(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def broken(training: Training, steps: int, device: torch.device) -> BlockTime:
+    def broken(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
         monkeypatch.setattr(measure, "synchronize", lost)
         raise ValueError("the variant broke it")
 
-    monkeypatch.setattr(measure, "_block", broken)
+    monkeypatch.setattr(measure, "timed_block", broken)
     with pytest.raises(ValueError, match="the variant broke it"):
         measure.measure_round(RoundJob(CASE, (Task("eager_fp32"),), EFFORT, 0), silent)
