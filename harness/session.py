@@ -71,7 +71,7 @@ class Session:
         self._store = Store(context.results)
         self._run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
         self._measured: dict[tuple[str, str], Measured] = {}
-        self._timed: dict[str, list[Mapping[str, Sequence[BlockTime]]]] = {}
+        self._timed: dict[str, list[Mapping[str, Sequence[float]]]] = {}
         self._steps_done = 0
         self._steps = 0
 
@@ -246,7 +246,9 @@ class Session:
             **_case_fields(case),
         )
         good = {name: _without_throttled(times, result.throttled) for name, times in result.blocks.items()}
-        self._timed.setdefault(case.name, []).append(good)
+        self._timed.setdefault(case.name, []).append(
+            {name: [block.seconds for block in times] for name, times in good.items()}
+        )
         for variant, times in good.items():
             self._entry(case, variant)["step_s"].append(median_step_seconds(times))
 

@@ -2,9 +2,8 @@ import math
 import random
 
 from harness.conclusive import is_conclusive
-from harness.timer import BlockTime
 
-Round = dict[str, tuple[BlockTime, ...]]
+Round = dict[str, list[float]]
 
 
 def rounds(count: int, noise: float, ratio: float, *, eager: bool = True) -> list[Round]:
@@ -13,7 +12,7 @@ def rounds(count: int, noise: float, ratio: float, *, eager: bool = True) -> lis
     for _ in range(count):
         times = {"kitsune_dropin_fp32": ratio * math.exp(rng.gauss(0, noise)), "compile_fp32": rng.uniform(1, 2)}
         times |= {"eager_fp32": 1.0} if eager else {}
-        drawn.append({name: (BlockTime(seconds, None),) * 3 for name, seconds in times.items()})
+        drawn.append({name: [seconds] * 3 for name, seconds in times.items()})
     return drawn
 
 
