@@ -21,6 +21,10 @@ Tally = Mapping[Verdict, int]
 """How often each verdict was given, zeros included."""
 
 
+SHOWN_POINTS = 100
+"""How many measured commits charts and tables of the history show: the last ones. All are judged."""
+
+
 class Parity(Enum):
     """Whether a variant's loss agrees with the baseline's after the same steps on the same data."""
 
@@ -193,6 +197,11 @@ class Series:
     points: Sequence[Point]
     changes: tuple[LevelChange, ...]
     noise: float | None
+
+    @property
+    def recent(self) -> Sequence[Point]:
+        """The points that pages show: a browser has no use for thousands in each of hundreds of series."""
+        return self.points[-SHOWN_POINTS:]
 
 
 @dataclass(frozen=True)

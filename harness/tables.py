@@ -203,7 +203,7 @@ def damage_table(comparison: Comparison) -> Table:
 
 
 def history_table(comparison: Comparison) -> Table:
-    """Each of Kitsune's forms at every measured commit."""
+    """Each of Kitsune's forms at the last measured commits."""
     columns = (
         Column("commit", "oldest first"),
         *_CASE_COLUMNS,
@@ -222,7 +222,7 @@ def history_table(comparison: Comparison) -> Table:
             _speedup_cell(point.ratio),
         )
         for series in comparison.history
-        for point in series.points
+        for point in series.recent
     ]
     return Table(columns, tuple(rows))
 

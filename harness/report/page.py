@@ -14,7 +14,7 @@ from harness.comparison import LOSS_TOLERANCE
 from harness.report import figures, markup, step_figures
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
-from harness.rows import Comparison, Tally
+from harness.rows import SHOWN_POINTS, Comparison, Tally
 from harness.stats import Verdict
 from harness.tables import Table
 
@@ -141,9 +141,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
         _Section(
             "History",
             "History",
-            "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval. Solid lines"
-            " are fp32, dashed ones amp. Below: where a level changed for three commits or more, and where the"
-            " environment did.",
+            f"Kitsune's speed-up over eager at the last {SHOWN_POINTS} measured commits, oldest first, with its 95%"
+            " interval. Solid lines are fp32, dashed ones amp. Where a dotted line stands, a level changed for three"
+            " commits or more. All such changes, and those of the environment, are listed below.",
             _history(comparison, charts["history"]),
         ),
         _Section(

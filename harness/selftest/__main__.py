@@ -38,10 +38,10 @@ SLOWDOWNS = (0.01, 0.03, 0.05, 0.10)
 
 MODELS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("mlp-b64",), "cuda": ("mlp-b64", "lenet-b64")}
 VARIANTS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("eager_fp32",), "cuda": ("handcaptured_fp32",)}
-ARMS: dict[profiles.DeviceType, int] = {"cpu": 8, "cuda": 24}
-PLANTED: dict[profiles.DeviceType, int] = {"cpu": 1, "cuda": 3}
+ARMS: dict[profiles.DeviceType, int] = {"cpu": 16, "cuda": 24}
+PLANTED: dict[profiles.DeviceType, int] = {"cpu": 2, "cuda": 3}
 EFFORTS: dict[profiles.DeviceType, Effort] = {
-    "cpu": Effort(3, (6, 10), 8.0, 0.015, 0.010, 0.15, 60.0, 240.0, most_rounds=8),
+    "cpu": Effort(3, (5, 7), 8.0, 0.010, 0.006, 0.08, 60.0, 240.0, most_rounds=8),
     "cuda": Effort(3, (6, 10), 8.0, 0.006, 0.003, 0.10, 60.0, 240.0, most_rounds=8),
 }
 """How thoroughly a row is measured by default: less than a benchmark is, so that there can be many."""
@@ -103,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="variants to measure, such as eager_fp32")
     parser.add_argument("--rows", type=_positive, default=300, help="rows of unchanged code (default: %(default)s)")
     parser.add_argument("--seconds", type=_seconds, default=900.0, help="the most it may take (default: %(default)s)")
-    parser.add_argument("--arms", type=_positive, metavar="N", help="unchanged copies in a process (GPU: 24, CPU: 8)")
+    parser.add_argument("--arms", type=_positive, metavar="N", help="unchanged copies in a process (GPU: 24, CPU: 16)")
     parser.add_argument(
-        "--planted", type=_positive, metavar="N", help="copies for each planted slowdown (3 on a GPU, else 1)"
+        "--planted", type=_positive, metavar="N", help="copies for each planted slowdown (GPU: 3, CPU: 2)"
     )
     parser.add_argument("--rounds", type=_positive, metavar="N", help="the most rounds of each commit (default: 8)")
     parser.add_argument("--margin", type=_margin, default=MARGIN, help="the least margin (default: %(default)s)")

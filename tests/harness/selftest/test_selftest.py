@@ -106,7 +106,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Pretender, *a
 def test_the_result_is_a_file_beside_the_machine_s_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tmp_path, monkeypatch, Pretender(), "--rows", "20", "--arms", "10", "--models", "mlp-b16") == 0
+    assert (
+        run(tmp_path, monkeypatch, Pretender(), "--rows", "20", "--arms", "10", "--planted", "1", "--models", "mlp-b16")
+        == 0
+    )
 
     (path,) = (tmp_path / "here" / "selftest").iterdir()
     content = json.loads(path.read_text())
