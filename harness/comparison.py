@@ -21,6 +21,7 @@ from harness.selftest import outcome
 from harness.stats import (
     Estimate,
     Verdict,
+    benchmark_noise,
     break_even_steps,
     compare_ratios,
     geometric_mean,
@@ -236,7 +237,7 @@ def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], 
             control = _control(older, newer, case, variant)
             if control is not None:
                 head, base = newer.pairs(case, variant, control), older.pairs(case, variant, control)
-                known = noise.get((case, variant))
+                own_noise = benchmark_noise(noise.get((case, variant)), round_noise(head, base))
                 changes.append(
                     Change(
                         case=case,
@@ -246,7 +247,7 @@ def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], 
                         base=paired_ratio(base),
                         head=paired_ratio(head),
                         ratio=compare_ratios(head, base),
-                        margin=noise_margin(round_noise(head, base) if known is None else known, margin),
+                        margin=noise_margin(own_noise, margin),
                         verdict=Verdict.INCONCLUSIVE,
                     )
                 )

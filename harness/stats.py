@@ -251,6 +251,21 @@ def noise_margin(noise: float | None, least: float) -> float:
     return max(least, min(MOST_MARGIN, math.expm1(2 * noise)))
 
 
+def benchmark_noise(repeats: float | None, rounds: float | None) -> float | None:
+    """The noise that a benchmark's margin follows: what repeats differ by, as far as processes explain it.
+
+    From commit to commit the code changes too. So of what measurements one after the other differ by, no more counts
+    than twice what processes do; where there is no history to tell, it is what processes differ by.
+
+    Args:
+        repeats: from :func:`repeat_noise`.
+        rounds: from :func:`round_noise`.
+    """
+    if repeats is None or rounds is None:
+        return rounds
+    return min(repeats, 2 * rounds)
+
+
 def repeat_noise(ratios: Sequence[float]) -> float | None:
     """How much two measurements one after the other differ: the standard deviation of the log of their quotient.
 

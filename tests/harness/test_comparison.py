@@ -352,14 +352,17 @@ def test_a_noisy_benchmark_has_a_wider_margin(tmp_path: Path) -> None:
     assert row_of(compared(tmp_path / "noisy"), "kitsune_dropin_fp32").margin > 0.03
 
 
-def test_the_noise_of_a_benchmark_is_that_of_its_history_where_that_is_long_enough(tmp_path: Path) -> None:
-    for day in range(1, 11):
+def test_a_restless_history_widens_a_margin_within_bounds(tmp_path: Path) -> None:
+    noise = sample.Noise(process=0.015)
+    for day in range(1, 12):
         seconds = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4 * (1.05 if day % 2 else 1)}
-        write(tmp_path, f"{day:040x}", seconds, day=day)
+        for name in ("long", "short") if day >= 10 else ("long",):
+            write(tmp_path / name, f"{day:040x}", seconds, day=day, noise=noise)
 
-    (change,) = compared(tmp_path).changes
+    (long,), (short,) = (compared(tmp_path / name).changes for name in ("long", "short"))
 
-    assert change.margin == pytest.approx(0.10)
+    assert short.margin < long.margin <= 0.1
+    assert long.margin <= 1.05 * 2 * short.margin
 
 
 def test_one_round_gives_ratios_without_verdicts(tmp_path: Path) -> None:

@@ -257,6 +257,16 @@ def test_the_noise_of_repeats_is_their_spread_whatever_changed_between_them() ->
     assert stats.repeat_noise(measured[:8]) is None
 
 
+@pytest.mark.parametrize(
+    ("repeats", "rounds", "expected"),
+    [(None, 0.01, 0.01), (0.005, 0.01, 0.005), (0.015, 0.01, 0.015), (0.08, 0.01, 0.02), (0.01, None, None)],
+)
+def test_noise_over_the_history_counts_as_far_as_processes_explain_it(
+    repeats: float | None, rounds: float | None, expected: float | None
+) -> None:
+    assert stats.benchmark_noise(repeats, rounds) == expected
+
+
 def test_the_noise_of_rounds_is_their_pooled_spread() -> None:
     rng = random.Random(0)
     one, other = rounds_around(1.0, rng, count=60), rounds_around(1.4, rng, count=40)
