@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine = environment.write_asv_machine_file()
         _introduce(profile, machine, commits)
         begin = datetime.now(timezone.utc).replace(microsecond=0)
-        failed = _measure(profile, commits)
+        failed = _measure(profile, commits, options.until)
         _require_results(machine, commits, begin)
         compared = _compare(machine)
     except (BenchError, environment.MachineFileError, ResultsError, ValueError) as error:
@@ -101,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"measure HEAD and up to N-1 commits before it (default: {defaults})",
     )
+    parser.add_argument(
+        "--until",
+        choices=get_args(profiles.Until),
+        default="rounds",
+        help="rounds (the default): as many as the profile says; conclusive: up to a bound, until verdicts are",
+    )
     return parser
 
 
@@ -135,7 +141,7 @@ def _introduce(profile: profiles.Name, machine: str, commits: Sequence[str]) -> 
         )
 
 
-def _measure(profile: profiles.Name, commits: Sequence[str]) -> bool:
+def _measure(profile: profiles.Name, commits: Sequence[str], until: profiles.Until) -> bool:
     """Runs asv over the commits; whether any benchmark failed.
 
     Raises:
@@ -150,6 +156,7 @@ def _measure(profile: profiles.Name, commits: Sequence[str]) -> bool:
         context.PROFILE_VARIABLE: profile,
         context.HEAD_VARIABLE: commits[0],
         context.PROGRESS_VARIABLE: str(progress),
+        context.UNTIL_VARIABLE: until,
     }
     command = [sys.executable, "-m", "asv", "run", f"HASHFILE:{listed}", "--show-stderr"]
     for pattern in _selection(profile):

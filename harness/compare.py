@@ -27,8 +27,10 @@ BASE and HEAD are git revisions (HEAD~2, a tag, a branch) or the beginning of a 
 is the newest measured commit, without BASE the measured commit before HEAD. A commit against itself is its newest run
 against its earlier ones.
 
-The margin is the relative difference in time that does not matter. A variant is "faster" or "slower" if its whole 95%
-interval lies beyond the margin, "same" if it lies within, and "inconclusive" otherwise: more rounds would decide. A
+The margin is the relative difference in time that does not matter: the one given, or up to 10% where a benchmark's own
+noise asks for more. A variant is "faster" or "slower" if its whole 95%
+interval lies beyond the margin (and not by chance, among so many rows), "same" if it lies within, and "inconclusive"
+otherwise: more rounds would decide. A
 regression is a Kitsune variant that is slower than at BASE by more than the margin, as a multiple of a peer measured in
 the same processes (the one whose time was closest at BASE, else eager), or that could be measured at BASE and cannot at
 HEAD. Kitsune on one stream or unfused is no such variant: it tells what that contributes.

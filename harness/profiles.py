@@ -7,13 +7,14 @@ for one commit; the full profile leaves nothing out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
 Name = Literal["quick", "sweep", "full"]
+Until = Literal["rounds", "conclusive"]
 
 METHOD_VERSION = "1"
 """Raised when the method changes so that new results cannot be compared with older ones."""
@@ -24,6 +25,11 @@ COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3}
 STABLE_WITHIN = 0.05
 """Warming up ends when the last blocks' times differ by no more than this fraction."""
 STABLE_BLOCKS = 3
+NARROW_WITHIN = 0.005
+"""A round ends early once the interval of each ratio to eager within it is no wider, half of it, as a logarithm: what
+is left is small beside what processes differ by, and another round tells more than another turn."""
+THROTTLE_RETRIES = 5
+"""How many turns of a round are repeated at most because the GPU was throttled in them."""
 WARM_UP_BLOCK_SECONDS = 0.02
 
 LEAD_IN_FROM_STEPS = 4
@@ -111,6 +117,9 @@ class Effort:
         warm_up_seconds: the longest a variant is warmed up.
         settle_seconds: the longest a variant may take to reach its steady state.
         process_seconds: after so long a process is taken for hung.
+        narrow_within: a round ends, after its fewest turns, once the half-widths of its ratios' intervals are this.
+        throttle_retries: how many turns of a round are repeated at most.
+        most_rounds: how many rounds there may be where more are asked for until verdicts are conclusive.
     """
 
     rounds: int
@@ -121,6 +130,35 @@ class Effort:
     warm_up_seconds: float
     settle_seconds: float
     process_seconds: float
+    narrow_within: float = NARROW_WITHIN
+    throttle_retries: int = THROTTLE_RETRIES
+    most_rounds: int = 12
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How long to go on, where that is not the profile's choice; None leaves it to the profile.
+
+    ``until`` is "rounds" for a fixed number of them, or "conclusive" for more where a verdict is not.
+    """
+
+    until: Until = "rounds"
+    most_rounds: int | None = None
+    narrow_within: float | None = None
+    timed_seconds: float | None = None
+
+    def applied(self, effort: Effort) -> Effort:
+        """The effort, changed in what is chosen here; at least as many rounds are allowed as there are."""
+        chosen = replace(
+            effort,
+            narrow_within=effort.narrow_within if self.narrow_within is None else self.narrow_within,
+            timed_seconds=effort.timed_seconds if self.timed_seconds is None else self.timed_seconds,
+        )
+        most = effort.most_rounds if self.most_rounds is None else self.most_rounds
+        return replace(chosen, rounds=min(effort.rounds, most), most_rounds=most)
+
+
+AS_THE_PROFILE_SAYS = Sampling()
 
 
 _SHORT: Mapping[DeviceType, Effort] = {

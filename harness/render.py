@@ -10,15 +10,27 @@ from dataclasses import replace
 from harness import formats
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.names import label
-from harness.rows import Change, Comparison, Lost, Row
+from harness.rows import Change, Comparison, LevelChange, Lost, Row, Series, Summary
 from harness.stats import Estimate, Verdict
-from harness.tables import Cell, Medium, Table, Tone, change_table, damage_table, skip_table, variant_table
+from harness.tables import (
+    Cell,
+    Medium,
+    Table,
+    Tone,
+    change_table,
+    damage_table,
+    environment_table,
+    level_table,
+    skip_table,
+    variant_table,
+)
 
 JSON_SCHEMA = 1
 """Raised when a field of the JSON document changes its meaning or goes away."""
 
 _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m", Tone.FAINT: "\x1b[2m"}
 _UNPAINT = "\x1b[0m"
+_ENVIRONMENTS = "Changes of the environment"
 
 
 def text(comparison: Comparison, *, colour: bool = False) -> str:
@@ -32,6 +44,9 @@ def text(comparison: Comparison, *, colour: bool = False) -> str:
     changes = change_table(comparison)
     if changes.rows:
         parts += ["", f"{_change_title(comparison)}", "", _text_table(changes.on(Medium.TEXT), colour)]
+    for title, table in (("Changes of level", level_table(comparison)), (_ENVIRONMENTS, environment_table(comparison))):
+        if table.rows:
+            parts += ["", title, "", _text_table(table.on(Medium.TEXT), colour)]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
         if table.rows:
             parts += ["", title, "", *(_sentence(row) for row in table.rows)]
@@ -45,6 +60,9 @@ def markdown(comparison: Comparison) -> str:
     changes = change_table(comparison)
     if changes.rows:
         parts += ["", f"### {_escaped(_change_title(comparison))}", "", _markdown_table(changes.on(Medium.TEXT))]
+    for title, table in (("Changes of level", level_table(comparison)), (_ENVIRONMENTS, environment_table(comparison))):
+        if table.rows:
+            parts += ["", f"### {title}", "", _markdown_table(table.on(Medium.TEXT))]
     parts += ["", "### Variants", "", _markdown_table(variant_table(comparison).on(Medium.TEXT)), ""]
     parts += [_escaped(line) + "  " for line in _summary_lines(comparison) if line]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
@@ -72,8 +90,15 @@ def json_document(comparison: Comparison) -> str:
         "regressions": comparison.regressions,
         "rows": [_row_fields(row) for row in comparison.rows],
         "changes": [_change_fields(change) for change in comparison.changes],
+        "level_changes": [
+            _level_change_fields(series, change) for series in comparison.history for change in series.changes
+        ],
+        "environment_changes": [
+            {"before": entry.before.sha, "commit": entry.commit.sha, "facts": entry.facts}
+            for entry in comparison.environment_changes
+        ],
         "lost": [_lost_fields(lost) for lost in comparison.lost],
-        "summaries": [vars(summary) for summary in comparison.summaries],
+        "summaries": [_summary_fields(summary) for summary in comparison.summaries],
         "skips": [
             {
                 "status": group.status,
@@ -112,17 +137,18 @@ def _header(comparison: Comparison) -> str:
         lines.append("against  earlier runs of the same commit")
     elif comparison.base is not None:
         lines.append(f"against  {formats.one_line(formats.commit(comparison.base))}")
-    lines.append(f"margin   {100 * comparison.margin:g}% of time; intervals are 95%")
+    lines.append(f"margin   {100 * comparison.margin:g}% of time, or twice the noise; intervals are 95%")
     return "\n".join(lines) + "\n"
 
 
 def _summary_lines(comparison: Comparison) -> list[str]:
     lines = ["* fastest in its precision among the variants that are not Kitsune's"]
     for summary in comparison.summaries:
-        peer = "" if summary.over_peer is None else f", {formats.ratio(summary.over_peer)}× over the best peer"
+        peer = summary.over_peer
+        over_peer = "" if peer is None else f", {formats.ratio_with_interval(peer)}× over the best peer"
         lines.append(
             f"{formats.one_line(label(summary.variant))}, {summary.precision}, {summary.device}:"
-            f" {formats.ratio(summary.over_eager)}× over eager{peer}"
+            f" {formats.ratio_with_interval(summary.over_eager)}× over eager{over_peer}"
             f" (geometric mean of {formats.counted(summary.cases, 'case')})"
         )
     return lines
@@ -208,12 +234,27 @@ def _change_fields(change: Change) -> dict[str, object]:
     }
 
 
+def _level_change_fields(series: Series, change: LevelChange) -> dict[str, object]:
+    commits = {"before": change.before.sha, "first": change.first.sha, "latest": change.latest.sha}
+    return {"case": vars(series.case), "variant": series.variant, **vars(change), **commits}
+
+
 def _lost_fields(lost: Lost) -> dict[str, object]:
     return {
         "case": vars(lost.case),
         "variant": lost.skip.variant,
         "status": lost.skip.status,
         "reason": lost.skip.reason,
+    }
+
+
+def _summary_fields(summary: Summary) -> dict[str, object]:
+    return {
+        **vars(summary),
+        "over_eager": summary.over_eager.ratio,
+        "over_eager_interval": _estimate_fields(summary.over_eager),
+        "over_peer": None if summary.over_peer is None else summary.over_peer.ratio,
+        "over_peer_interval": _estimate_fields(summary.over_peer),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -19,6 +19,10 @@ from harness.timelines import NoTimeline, Timeline
 
 Tally = Mapping[Verdict, int]
 """How often each verdict was given, zeros included."""
+
+
+SHOWN_POINTS = 100
+"""How many measured commits charts and tables of the history show: the last ones. All are judged."""
 
 
 class Parity(Enum):
@@ -50,9 +54,10 @@ class Row:
 
     ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (of Kitsune as users run it) over
     that of the fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
-    ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock. Set-up, memory and loss are None
-    without a profile. ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is
-    not clearly faster or slower than eager.
+    ``margin`` and ``peer_margin`` are what the two verdicts were given by: the comparison's margin, wider where the
+    row's noise asks for it. ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock.
+    Set-up, memory and loss are None without a profile. ``break_even_steps`` is infinite where the variant never earns
+    its set-up back, None where it is not clearly faster or slower than eager.
     """
 
     case: Case
@@ -63,9 +68,11 @@ class Row:
     rounds: int
     reference: str | None
     ratio: Estimate | None
+    margin: float
     verdict: Verdict | None
     best_peer: str | None
     peer_ratio: Estimate | None
+    peer_margin: float
     peer_verdict: Verdict | None
     setup_s: float | None
     break_even_steps: float | None
@@ -92,7 +99,8 @@ class Change:
     """One of Kitsune's forms, as users run it, between two commits.
 
     ``base`` and ``head`` are its time as a multiple of that of the control, a peer in the same precision, measured in
-    the same processes: what slows the whole machine cancels. ``ratio`` is head over base.
+    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, ``margin`` what it is judged
+    by: the comparison's, or a wider one where the noise of this benchmark asks for it.
     """
 
     case: Case
@@ -102,6 +110,7 @@ class Change:
     base: Estimate
     head: Estimate
     ratio: Estimate
+    margin: float
     verdict: Verdict
 
 
@@ -125,13 +134,16 @@ class SkipGroup:
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are."""
+    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are.
+
+    Their intervals are about how exactly the cases were measured, not about other cases.
+    """
 
     variant: str
     precision: str
     device: str
-    over_eager: float
-    over_peer: float | None
+    over_eager: Estimate
+    over_peer: Estimate | None
     cases: int
 
 
@@ -145,13 +157,51 @@ class Point:
 
 
 @dataclass(frozen=True)
+class LevelChange:
+    """A change of a series' level that lasted, at the latest, from ``latest`` on and, most likely, from ``first``.
+
+    ``before`` is the last commit that was surely measured at the old level: with 95% confidence the change lies after
+    it and not after ``latest``. In that range ``missing`` measured commits have no value of the series. ``ratio`` is
+    the new level over the old one.
+    """
+
+    before: Commit
+    first: Commit
+    latest: Commit
+    missing: int
+    ratio: float
+    p_value: float
+    is_worse: bool
+
+
+@dataclass(frozen=True)
+class EnvironmentChange:
+    """A commit measured in another environment than the one before it: the facts that differ, old and new."""
+
+    before: Commit
+    commit: Commit
+    facts: Mapping[str, tuple[object, object]]
+
+
+@dataclass(frozen=True)
 class Series:
-    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent."""
+    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent.
+
+    ``points`` are made as they are looked at: there may be many. ``noise`` is by how much measurements one after the
+    other differ (:func:`harness.stats.repeat_noise`).
+    """
 
     case: Case
     variant: str
     precision: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
+    changes: tuple[LevelChange, ...]
+    noise: float | None
+
+    @property
+    def recent(self) -> Sequence[Point]:
+        """The points that pages show: a browser has no use for thousands in each of hundreds of series."""
+        return self.points[-SHOWN_POINTS:]
 
 
 @dataclass(frozen=True)
@@ -180,6 +230,7 @@ class Comparison:
     summaries: tuple[Summary, ...]
     skips: tuple[SkipGroup, ...]
     history: tuple[Series, ...]
+    environment_changes: tuple[EnvironmentChange, ...]
     losses: tuple[LossCurve, ...]
     breakdowns: tuple[Breakdown, ...]
     timelines: tuple[Timeline | NoTimeline, ...]

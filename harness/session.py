@@ -6,9 +6,11 @@ Every result is appended to the store as soon as it is there, so that a run that
 from __future__ import annotations
 
 import importlib.util
+import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
@@ -17,6 +19,7 @@ import harness
 import models
 from harness import environment, profiles, variants
 from harness.caches import Caches
+from harness.conclusive import is_conclusive
 from harness.context import Context, ContextError
 from harness.measure import (
     Probe,
@@ -33,6 +36,7 @@ from harness.measure import (
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
 from harness.store import Store
+from harness.timer import BlockTime
 
 _PROBE_SECONDS = 300.0
 
@@ -67,6 +71,7 @@ class Session:
         self._store = Store(context.results)
         self._run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
         self._measured: dict[tuple[str, str], Measured] = {}
+        self._timed: dict[str, list[Mapping[str, Sequence[float]]]] = {}
         self._steps_done = 0
         self._steps = 0
 
@@ -85,19 +90,20 @@ class Session:
         found = self._probe()
         device_type = found.facts["device_type"]
         assert device_type == "cpu" or device_type == "cuda"
+        effort = self._context.sampling.applied(profiles.effort(self._context.profile, device_type))
         self._append(
             kind="run",
             commit=self._context.commit,
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             facts=dict(found.facts),
             profile=self._context.profile,
+            sampling={"until": self._context.sampling.until, **asdict(effort)},
             **origins,
         )
         caches = Caches(self._context.caches, self._context.commit, found.facts)
         caches.clear()
         cases = profiles.cases(self._context.profile, device_type)
         plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, caches))]
-        effort = profiles.effort(self._context.profile, device_type)
         self._steps = sum(len(self._to_profile(tasks)) + effort.rounds for case, tasks in plan)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
@@ -159,6 +165,13 @@ class Session:
         runnable = self._without_failed(case, tasks)
         for number in range(effort.rounds):
             runnable = self._round(case, runnable, effort, number)
+        if self._context.sampling.until == "rounds":
+            return
+        for number in range(effort.rounds, effort.most_rounds):
+            if not runnable or is_conclusive(self._timed.get(case.name, [])):
+                return
+            self._steps += 1
+            runnable = self._round(case, runnable, effort, number)
 
     def _to_profile(self, tasks: tuple[Task, ...]) -> list[Task]:
         profile, at_head = self._context.profile, self._context.at_head
@@ -199,11 +212,14 @@ class Session:
                     self._leave_out(case, variant, "failed", f"in round {number}: {failure.reason}")
             else:
                 self._keep_round(case, number, result)
-                self._progress(case, f"round {number + 1} of {effort.rounds}", begin)
+                self._progress(case, f"round {number + 1} of {self._rounds_named(effort)}", begin)
                 return self._without_failed(case, tasks)
             tasks = self._without_failed(case, tasks)
-        self._progress(case, f"round {number + 1} of {effort.rounds}: nothing left to measure", begin)
+        self._progress(case, f"round {number + 1} of {self._rounds_named(effort)}: nothing left to measure", begin)
         return ()
+
+    def _rounds_named(self, effort: profiles.Effort) -> str:
+        return str(effort.rounds) if self._context.sampling.until == "rounds" else f"at most {effort.most_rounds}"
 
     def _keep_round(self, case: Case, number: int, result: RoundResult) -> None:
         for variant, reason in result.failures.items():
@@ -218,9 +234,22 @@ class Session:
             for variant, times in result.blocks.items()
         }
         self._append(
-            kind="round", round=number, steps_per_block=result.steps_per_block, blocks=blocks, **_case_fields(case)
+            kind="round",
+            round=number,
+            steps_per_block=result.steps_per_block,
+            blocks=blocks,
+            throttled=list(result.throttled),
+            ended=result.ended,
+            half_width=result.half_width if math.isfinite(result.half_width) else None,
+            gpu=dict(result.gpu),
+            host=dict(result.host),
+            **_case_fields(case),
         )
-        for variant, times in result.blocks.items():
+        good = {name: _without_throttled(times, result.throttled) for name, times in result.blocks.items()}
+        self._timed.setdefault(case.name, []).append(
+            {name: [block.seconds for block in times] for name, times in good.items()}
+        )
+        for variant, times in good.items():
             self._entry(case, variant)["step_s"].append(median_step_seconds(times))
 
     def _without_failed(self, case: Case, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
@@ -251,6 +280,11 @@ class Session:
         if self._context.progress is not None:
             with self._context.progress.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def _without_throttled(times: Sequence[BlockTime], throttled: Collection[int]) -> Sequence[BlockTime]:
+    """The blocks that are judged: of turns in which the GPU was not throttled, if there are any."""
+    return [block for turn, block in enumerate(times) if turn not in throttled] or times
 
 
 def _case_fields(case: Case) -> dict[str, object]:

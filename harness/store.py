@@ -3,6 +3,10 @@
 ``results/<machine>/<full commit hash>.samples.jsonl`` holds one JSON object a line (see :mod:`harness.records`),
 beside the files asv keeps there itself. A file is replaced as a whole or left as it was, writers wait for one another,
 and what cannot be read is named in :attr:`History.damage` and skipped, so that one bad line never hides the others.
+
+Of many commits few are looked at closely, so a history reads their files when it is asked for them. Which runs there
+are, and what is damaged, is kept in an index (:mod:`harness.catalogue`). To put results of several machines or branches
+together is to copy files: each has its own, unless the same commit was measured on the same machine twice.
 """
 
 from __future__ import annotations
@@ -12,14 +16,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
+from harness import records
+from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.records import SCHEMA, Blocks, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
+from harness.whole_files import write_whole
 
 __all__ = [
     "SCHEMA",
@@ -36,6 +45,8 @@ __all__ = [
 ]
 
 _SUFFIX = ".samples.jsonl"
+_OPEN_FILES = 8
+"""How many commits' samples a history keeps in memory."""
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -71,29 +82,37 @@ class History:
     """What one machine measured.
 
     ``commits`` are full hashes, oldest first: in the order of git's history where the results lie inside a checkout
-    that knows them; commits it does not know come before those it knows, by the start of their first run.
+    that knows them; commits it does not know come before those it knows, by the start of their first run. ``folder`` is
+    where the results of the machine lie.
     """
 
     machine: str
+    folder: Path
     commits: tuple[str, ...]
     damage: tuple[Damage, ...]
-    _measured: Mapping[str, _Measured] = field(repr=False)
+    _runs: Mapping[str, tuple[Run, ...]] = field(repr=False)
+    _stamps: Mapping[str, Stamp] = field(repr=False)
+    _measured: Callable[[str], _Measured] = field(repr=False)
+
+    def stamp(self, commit: str) -> Stamp:
+        """What the file of a measured commit is recognised by."""
+        return self._stamps[commit]
 
     def runs(self, commit: str) -> tuple[Run, ...]:
         """The runs on a commit, earliest first; empty for a commit that was not measured."""
-        return self._measured[commit].runs if commit in self._measured else ()
+        return self._runs.get(commit, ())
 
     def rounds(self, commit: str) -> tuple[Round, ...]:
         """The rounds of all runs on a commit, as written."""
-        return self._measured[commit].rounds if commit in self._measured else ()
+        return self._measured(commit).rounds if commit in self._runs else ()
 
     def profiles(self, commit: str) -> tuple[Profile, ...]:
         """The profiles of all runs on a commit, as written."""
-        return self._measured[commit].profiles if commit in self._measured else ()
+        return self._measured(commit).profiles if commit in self._runs else ()
 
     def skips(self, commit: str) -> tuple[Skip, ...]:
         """The skipped and failed variants of all runs on a commit, as written."""
-        return self._measured[commit].skips if commit in self._measured else ()
+        return self._measured(commit).skips if commit in self._runs else ()
 
 
 class Store:
@@ -162,25 +181,48 @@ class Store:
             known = ", ".join(self.machines()) or "none yet"
             raise ResultsError(folder, f"holds no samples; machines with results: {known}")
         wanted = None if commits is None else set(commits)
+        catalogue = Catalogue(folder / FOLDER / "runs.json", _reader_digest())
         damage: list[Damage] = []
-        measured: dict[str, _Measured] = {}
+        runs: dict[str, tuple[Run, ...]] = {}
+        stamps: dict[str, Stamp] = {}
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
             commit = path.name[: -len(_SUFFIX)]
             if not _COMMIT.fullmatch(commit):
                 damage.append(Damage(path, None, "the name does not begin with a full commit hash"))
-            elif wanted is None or commit in wanted:
-                found = _read(path, commit, damage)
-                if found.runs:
-                    measured[commit] = found
-        return History(machine, self._ordered(measured), tuple(damage), measured)
+                continue
+            try:
+                at = stamp(path)
+                found, problems = _contents(path, commit, at, catalogue)
+            except OSError as error:
+                found, problems = (), [Damage(path, None, f"cannot be read ({error.strerror})")]
+            if wanted is not None and commit not in wanted:
+                continue
+            damage += problems
+            if found:
+                runs[commit], stamps[commit] = found, at
+        catalogue.save()
+        return History(machine, folder, self._ordered(runs), tuple(damage), runs, stamps, self._reader(machine))
 
-    def _ordered(self, measured: Mapping[str, _Measured]) -> tuple[str, ...]:
-        position = history_order(measured, self.root)
+    def _reader(self, machine: str) -> Callable[[str], _Measured]:
+        """What reads a commit's file, and remembers the last ones."""
+
+        @lru_cache(maxsize=_OPEN_FILES)
+        def read(commit: str) -> _Measured:
+            path = self._path(machine, commit)
+            try:
+                return _read(path, commit)[0]
+            except OSError as error:
+                raise ResultsError(path, f"could be read before and cannot now ({error.strerror})") from error
+
+        return read
+
+    def _ordered(self, runs: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
+        position = history_order(runs, self.root)
 
         def age(commit: str) -> tuple[int, datetime, str]:
-            return position.get(commit, -1), measured[commit].runs[0].started, commit
+            return position.get(commit, -1), runs[commit][0].started, commit
 
-        return tuple(sorted(measured, key=age))
+        return tuple(sorted(runs, key=age))
 
     def _path(self, machine: str, commit: str) -> Path:
         if not machine or machine.startswith(".") or Path(machine).name != machine:
@@ -188,25 +230,6 @@ class Store:
         if not _COMMIT.fullmatch(commit):
             raise ResultsError(self.root / machine, f"{commit!r} is not a full lower-case commit hash")
         return self.root / machine / f"{commit}{_SUFFIX}"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old content or the new, never a part, even if the process is killed.
-
-    Raises:
-        OSError: the file cannot be written; the old content is still there.
-    """
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 @contextmanager
@@ -259,22 +282,41 @@ def _finite_or_none(entry: object) -> object:
     return entry
 
 
-def _read(path: Path, commit: str, damage: list[Damage]) -> _Measured:
-    """Everything readable in a file; what is not goes to ``damage``."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        damage.append(Damage(path, None, f"cannot be read ({error.strerror})"))
-        return _Measured((), (), (), ())
+def _contents(path: Path, commit: str, at: Stamp, catalogue: Catalogue) -> tuple[tuple[Run, ...], list[Damage]]:
+    """The runs in a file and what is damaged in it, from the catalogue where it has them."""
+    entry = catalogue.find(path.name, at)
+    if isinstance(entry, dict):
+        known = [parse_record(fields) for fields in entry["runs"]]
+        return tuple(run for run in known if isinstance(run, Run)), [Damage(path, *one) for one in entry["damage"]]
+    measured, damage = _read(path, commit)
+    fields = [
+        {**asdict(run), "kind": "run", "schema": SCHEMA, "started": run.started.isoformat()} for run in measured.runs
+    ]
+    catalogue.add(path.name, at, {"runs": fields, "damage": [(entry.line, entry.problem) for entry in damage]})
+    return measured.runs, damage
+
+
+@lru_cache(maxsize=1)
+def _reader_digest() -> str:
+    return code_digest([sys.modules[__name__], records])
+
+
+def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:
+    """Everything readable in a file, and what is not.
+
+    Raises:
+        OSError: the file itself cannot be read.
+    """
+    damage: list[Damage] = []
     numbered: list[tuple[int, Record]] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             numbered.append((number, _parsed(line, commit)))
         except RecordError as error:
             damage.append(Damage(path, number, str(error)))
-    return _measured(path, numbered, damage)
+    return _measured(path, numbered, damage), damage
 
 
 def _parsed(line: bytes, commit: str) -> Record:

@@ -126,7 +126,11 @@ def change_table(comparison: Comparison) -> Table:
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
-        Column("verdict", "whether the whole interval lies beyond the margin"),
+        Column(
+            "verdict",
+            "whether the whole interval lies beyond the margin, not by chance among so many rows",
+        ),
+        Column("margin", "what does not matter here: at least that of the comparison, twice the noise", numeric=True),
         Column("before", "time at the older commit as a multiple of the control's in the same processes", numeric=True),
         Column("after", "the same at the newer commit", numeric=True),
         Column(
@@ -140,6 +144,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.skip.variant, tone=Tone.STRONG, words=label(entry.skip.variant)),
             Cell(formats.ABSENT),
             Cell("lost", tone=Tone.BAD, detail=entry.skip.reason),
+            Cell(formats.ABSENT),
             Cell("measured"),
             Cell(entry.skip.status),
             Cell(formats.ABSENT),
@@ -153,6 +158,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
             Cell(formats.change(entry.ratio), entry.ratio.ratio),
             verdict_cell(entry.verdict),
+            Cell(formats.share(entry.margin), entry.margin),
             Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
             Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
             Cell(entry.control, words=label(entry.control)),
@@ -197,7 +203,7 @@ def damage_table(comparison: Comparison) -> Table:
 
 
 def history_table(comparison: Comparison) -> Table:
-    """Each of Kitsune's forms at every measured commit."""
+    """Each of Kitsune's forms at the last measured commits."""
     columns = (
         Column("commit", "oldest first"),
         *_CASE_COLUMNS,
@@ -216,7 +222,56 @@ def history_table(comparison: Comparison) -> Table:
             _speedup_cell(point.ratio),
         )
         for series in comparison.history
-        for point in series.points
+        for point in series.recent
+    ]
+    return Table(columns, tuple(rows))
+
+
+def level_table(comparison: Comparison) -> Table:
+    """Where the level of Kitsune's forms changed over the history, the latest changes first."""
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("change of time", "the level after it against the one before, as multiples of eager's", numeric=True),
+        Column("verdict", "in which direction; only changes of at least 2% that are hardly chance are listed"),
+        Column("first at", "the commit since which it most likely is so"),
+        Column("after", "the last commit that surely was at the old level"),
+        Column("up to", "the last commit at which, with 95% confidence, it can have changed"),
+        Column("without value", "commits in that range where this was not measured", numeric=True),
+    )
+    position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
+    found = [(series, change) for series in comparison.history for change in series.changes]
+    rows = [
+        (
+            *_case_cells(series.case),
+            Cell(series.precision),
+            Cell(series.variant, words=label(series.variant)),
+            Cell(formats.percent_change(change.ratio), change.ratio),
+            Cell("slower", tone=Tone.BAD) if change.is_worse else Cell("faster", tone=Tone.GOOD),
+            Cell(change.first.short, position[change.first.sha], detail=change.first.subject),
+            Cell(change.before.short, position[change.before.sha]),
+            Cell(change.latest.short, position[change.latest.sha]),
+            Cell(str(change.missing), change.missing),
+        )
+        for series, change in sorted(found, key=lambda entry: -position[entry[1].first.sha])
+    ]
+    return Table(columns, tuple(rows))
+
+
+def environment_table(comparison: Comparison) -> Table:
+    """Where the history's environment changed: what happens there is not known to be the code's doing."""
+    columns = (
+        Column("commit", "the first measured in the new environment"),
+        Column("before", "the last measured in the old one"),
+        Column("what changed", "facts of the machine and its software that change what is measured"),
+    )
+    rows = [
+        (
+            Cell(entry.commit.short, detail=entry.commit.subject),
+            Cell(entry.before.short),
+            Cell(", ".join(f"{name}: {_fact(old)} → {_fact(new)}" for name, (old, new) in entry.facts.items())),
+        )
+        for entry in comparison.environment_changes
     ]
     return Table(columns, tuple(rows))
 
@@ -227,7 +282,11 @@ def summary_table(comparison: Comparison) -> Table:
         Column("variant", "one of Kitsune's forms"),
         Column("precision", "as in the table of variants"),
         Column("device", "where it ran"),
-        Column("over eager", "geometric mean of the speed-ups over eager in the same precision", numeric=True),
+        Column(
+            "over eager",
+            "geometric mean of the speed-ups over eager in the same precision; its interval is for these very cases",
+            numeric=True,
+        ),
         Column("over best peer", "geometric mean of those over the best peer of each case", numeric=True),
         Column("cases", "how many cases the means are over", numeric=True),
     )
@@ -236,8 +295,8 @@ def summary_table(comparison: Comparison) -> Table:
             Cell(summary.variant, tone=Tone.STRONG, words=label(summary.variant)),
             Cell(summary.precision),
             Cell(summary.device),
-            Cell(_times(summary.over_eager), summary.over_eager),
-            Cell(_times(summary.over_peer), summary.over_peer),
+            _speedup_cell(summary.over_eager),
+            _speedup_cell(summary.over_peer),
             Cell(str(summary.cases), summary.cases),
         )
         for summary in comparison.summaries
@@ -352,10 +411,6 @@ def _damage_cells(problems: Sequence[tuple[int | None, str]]) -> tuple[Cell, Cel
     if line is None:
         return Cell("the whole file", tone=Tone.BAD), Cell(problem)
     return Cell(formats.counted(len(problems), "line"), tone=Tone.BAD), Cell(f"line {line}: {problem}")
-
-
-def _times(speedup: float | None) -> str:
-    return formats.ABSENT if speedup is None else f"{formats.ratio(speedup)}×"
 
 
 def _fact(value: object) -> str:

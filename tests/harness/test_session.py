@@ -305,3 +305,52 @@ def test_the_sweep_times_all_batch_sizes_without_profiles(context: Context, monk
     done, total = last.split()[1].split("/")
     assert done == total
     assert "nothing left to measure" not in context.progress.read_text()
+
+
+def test_a_round_keeps_what_disturbed_it_and_leaves_throttled_turns_out(context: Context) -> None:
+    def throttled(job: RoundJob) -> RoundResult:
+        result = timed([task.variant for task in job.tasks])
+        return replace(
+            result, throttled=(2,), ended="seconds", half_width=0.02, gpu={"readings": 4}, host={"stolen": 0}
+        )
+
+    measured, history = run(context, Pretender(on_round=throttled))
+    entry = history.rounds(COMMIT)[0]
+    assert (entry.throttled, entry.blocks[EAGER].wall_s) == (1, (0.2, 0.1))
+    assert measured["mlp-b4", EAGER]["step_s"][0] == pytest.approx(0.15)
+    lines = (context.results / "here" / f"{COMMIT}.samples.jsonl").read_text().splitlines()
+    stored = next(record for record in map(json.loads, lines) if record["kind"] == "round")
+    assert stored["throttled"] == [2]
+    assert (stored["ended"], stored["half_width"]) == ("seconds", 0.02)
+    assert (stored["gpu"], stored["host"]) == ({"readings": 4}, {"stolen": 0})
+    assert len(stored["blocks"][EAGER]["wall_s"]) == 3
+
+
+def alternating(job: RoundJob) -> RoundResult:
+    """Ratios to eager that are far apart from round to round."""
+    seconds = {EAGER: 1.0, DROPIN: 1.0 if job.round % 2 else 0.8, TRAINSTEP: 0.5}
+    blocks = {task.variant: (BlockTime(seconds[task.variant], None),) * 3 for task in job.tasks}
+    return RoundResult(7, blocks, {})
+
+
+def test_until_conclusive_there_are_more_rounds_where_a_verdict_is_not(context: Context) -> None:
+    sampling = profiles.Sampling(until="conclusive", most_rounds=7)
+
+    clear, unclear = Pretender(), Pretender(on_round=alternating)
+    run(replace(context, sampling=sampling), clear)
+    _, history = run(replace(context, sampling=sampling, commit="d" * 40), unclear)
+
+    assert len(clear.rounds("mlp-b4")) == profiles.effort("quick", "cpu").rounds
+    assert len(unclear.rounds("mlp-b4")) == 7
+    assert len(history.rounds("d" * 40)) == 14
+
+
+def test_the_limits_of_sampling_are_recorded(context: Context) -> None:
+    sampling = profiles.Sampling(most_rounds=2, narrow_within=0.001, timed_seconds=0.5)
+    pretender = Pretender()
+    run(replace(context, sampling=sampling), pretender)
+    lines = (context.results / "here" / f"{COMMIT}.samples.jsonl").read_text().splitlines()
+    recorded = json.loads(lines[0])["sampling"]
+    assert len(pretender.rounds("mlp-b4")) == 2
+    assert (recorded["until"], recorded["rounds"], recorded["most_rounds"]) == ("rounds", 2, 2)
+    assert (recorded["narrow_within"], recorded["timed_seconds"]) == (0.001, 0.5)
