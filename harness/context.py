@@ -1,10 +1,14 @@
 """What a measurement is told by its surroundings: asv's variables and the harness's own. The only reader of both.
 
-``ASV_*`` are set by asv. Of the harness's own, ``make bench`` sets all; without them a plain ``asv run`` measures the
-quick profile:
+``ASV_*`` are set by asv. Of the harness's own, ``python -m harness.run`` sets what it needs; without them a plain
+``asv run`` measures the quick profile whole:
 
-- ``HARNESS_PROFILE``: "quick", "sweep" or "full".
+- ``HARNESS_PROFILE``: "quick", "sweep", "full" or "check".
 - ``HARNESS_HEAD``: the commit that counts as HEAD (else what git says).
+- ``HARNESS_CASES``, ``HARNESS_VARIANTS``: names, separated by spaces, of the cases and variants to measure, whether the
+  profile has them or not; empty leaves the choice to the profile.
+- ``HARNESS_RESUME``: "1" measures only what earlier runs of the profile in the same environment have not.
+- ``HARNESS_RESULTS``: the folder for raw samples (else ``results/`` beside asv's configuration).
 - ``HARNESS_PROGRESS``: a file to which progress is appended, because asv keeps a benchmark's output to itself.
 """
 
@@ -17,10 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from harness import environment, profiles
+from harness import environment, profiles, variants
+from harness.worktree import head_under
 
 PROFILE_VARIABLE = "HARNESS_PROFILE"
 HEAD_VARIABLE = "HARNESS_HEAD"
+CASES_VARIABLE = "HARNESS_CASES"
+VARIANTS_VARIABLE = "HARNESS_VARIANTS"
+RESUME_VARIABLE = "HARNESS_RESUME"
+RESULTS_VARIABLE = "HARNESS_RESULTS"
 PROGRESS_VARIABLE = "HARNESS_PROGRESS"
 
 
@@ -40,6 +49,10 @@ class Context:
         machine: the name of this machine.
         profile: which profile is measured.
         progress: the file for progress; None keeps it to the process's own output.
+        selection: which cases and variants are measured, where that is not left to the profile.
+        resume: whether what earlier runs measured is left out.
+        results_folder: where raw samples go; None is the usual place.
+        snapshot_of: the commit under the working tree whose state is measured; None for a commit of the history.
     """
 
     root: Path
@@ -49,16 +62,28 @@ class Context:
     machine: str
     profile: profiles.Name
     progress: Path | None
+    selection: profiles.Selection = profiles.EVERYTHING
+    resume: bool = False
+    results_folder: Path | None = None
+    snapshot_of: str | None = None
 
     @property
     def results(self) -> Path:
         """The results folder."""
-        return self.root / "results"
+        return self.results_folder or self.root / "results"
 
     @property
     def caches(self) -> Path:
         """Where compilers' caches are kept."""
         return self.root / ".asv" / "caches"
+
+    def cases(self, device_type: profiles.DeviceType) -> tuple[profiles.Case, ...]:
+        """The cases to measure on a kind of device."""
+        return profiles.selected_cases(self.profile, device_type, self.selection)
+
+    def left_out(self, case: profiles.Case, variant: variants.Variant) -> str | None:
+        """Why a variant of one of these cases is not measured; None if it is."""
+        return profiles.selected_out(self.profile, case, variant, self.selection, at_head=self.at_head)
 
 
 def from_environment(variables: Mapping[str, str] | None = None) -> Context:
@@ -70,7 +95,7 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
     values = os.environ if variables is None else variables
     root = Path(_required(values, "ASV_CONF_DIR"))
     commit = _required(values, "ASV_COMMIT")
-    progress = values.get(PROGRESS_VARIABLE)
+    progress, results = values.get(PROGRESS_VARIABLE), values.get(RESULTS_VARIABLE)
     return Context(
         root=root,
         checkout=Path(_required(values, "ASV_ENV_DIR")) / "project",
@@ -79,6 +104,10 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
         machine=environment.machine_name(),
         profile=_profile(values.get(PROFILE_VARIABLE, "quick")),
         progress=Path(progress) if progress else None,
+        selection=_selection(values),
+        resume=values.get(RESUME_VARIABLE) == "1",
+        results_folder=Path(results) if results else None,
+        snapshot_of=head_under(root, commit),
     )
 
 
@@ -94,6 +123,17 @@ def _profile(text: str) -> profiles.Name:
             return cast(profiles.Name, name)
     allowed = ", ".join(map(repr, get_args(profiles.Name)))
     raise ContextError(f"{PROFILE_VARIABLE} is {text!r}; allowed: {allowed}")
+
+
+def _selection(values: Mapping[str, str]) -> profiles.Selection:
+    selection = profiles.Selection(
+        tuple(values.get(CASES_VARIABLE, "").split()), tuple(values.get(VARIANTS_VARIABLE, "").split())
+    )
+    try:
+        profiles.check_selection(selection)
+    except ValueError as error:
+        raise ContextError(f"{CASES_VARIABLE} and {VARIANTS_VARIABLE}: {error}") from error
+    return selection
 
 
 def _head(root: Path) -> str:

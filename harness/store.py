@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -65,6 +65,14 @@ class _Measured:
     profiles: tuple[Profile, ...]
     skips: tuple[Skip, ...]
 
+    def of_models(self, models: frozenset[str]) -> _Measured:
+        return _Measured(
+            self.runs,
+            tuple(entry for entry in self.rounds if entry.model in models),
+            tuple(entry for entry in self.profiles if entry.model in models),
+            tuple(entry for entry in self.skips if entry.model in models),
+        )
+
 
 @dataclass(frozen=True)
 class History:
@@ -78,6 +86,26 @@ class History:
     commits: tuple[str, ...]
     damage: tuple[Damage, ...]
     _measured: Mapping[str, _Measured] = field(repr=False)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of all rounds, in the order of the results."""
+        return tuple(dict.fromkeys(entry.model for commit in self.commits for entry in self.rounds(commit)))
+
+    def is_snapshot(self, commit: str) -> bool:
+        """Whether it is the state of a working tree and no commit of the history."""
+        return any(run.snapshot_of is not None for run in self.runs(commit))
+
+    def without_snapshots(self, but: Iterable[str] = ()) -> History:
+        """The history without states of the working tree, except these."""
+        kept = set(but)
+        commits = tuple(commit for commit in self.commits if commit in kept or not self.is_snapshot(commit))
+        return replace(self, commits=commits, _measured={commit: self._measured[commit] for commit in commits})
+
+    def of_models(self, models: Iterable[str]) -> History:
+        """The same runs, and of what they measured the part that concerns these models."""
+        wanted = frozenset(models)
+        return replace(self, _measured={commit: part.of_models(wanted) for commit, part in self._measured.items()})
 
     def runs(self, commit: str) -> tuple[Run, ...]:
         """The runs on a commit, earliest first; empty for a commit that was not measured."""

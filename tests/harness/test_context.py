@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import context
+from harness import context, profiles
 from tests.harness.checkout import ROOT
 
 ASV = {"ASV_CONF_DIR": str(ROOT), "ASV_ENV_DIR": "/environments/one", "ASV_COMMIT": "a" * 40}
@@ -54,3 +54,21 @@ def test_an_unknown_profile_is_named_with_those_allowed() -> None:
 def test_git_that_cannot_say_head_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(context.ContextError, match="rev-parse HEAD"):
         context.from_environment({**ASV, "ASV_CONF_DIR": str(tmp_path)})
+
+
+def test_what_is_measured_can_be_narrowed_down() -> None:
+    variables = {
+        "HARNESS_HEAD": "b" * 40, "HARNESS_CASES": "mlp-b64 lenet-b64", "HARNESS_VARIANTS": "eager_fp32",
+        "HARNESS_RESUME": "1", "HARNESS_RESULTS": "/elsewhere",
+    }  # fmt: skip
+    found = context.from_environment({**ASV, **variables})
+    assert found.selection == profiles.Selection(("mlp-b64", "lenet-b64"), ("eager_fp32",))
+    assert found.resume
+    assert found.results == Path("/elsewhere")
+    assert [case.name for case in found.cases("cpu")] == ["mlp-b64", "lenet-b64"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("CASES", "no case 'x'; there are"), ("VARIANTS", "no variant 'x'")])
+def test_unknown_names_are_told(name: str, words: str) -> None:
+    with pytest.raises(context.ContextError, match=words):
+        context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, f"HARNESS_{name}": "x"})
