@@ -33,13 +33,13 @@ IN_PARALLEL = $$($(RUN) -c 'import importlib.util as util; print("-n auto --dist
 .PHONY: bench bench-sweep bench-full test test-full lint report clean help interpreter
 
 bench: $(READY) ## Measure the last commits, compare, and write the report (minutes)
-	$(RUN) -m harness.bench
+	$(RUN) -m harness.run --report report.html
 
 bench-sweep: $(READY) ## Measure HEAD at all batch sizes of the small models
-	$(RUN) -m harness.bench --profile sweep
+	$(RUN) -m harness.run --profile sweep --report report.html
 
 bench-full: $(READY) ## The same with every model, variant and batch size (much longer)
-	$(RUN) -m harness.bench --profile full
+	$(RUN) -m harness.run --profile full --report report.html
 
 test: $(READY) ## Run the tests: no GPU and no network needed
 	$(RUN) -m pytest $(IN_PARALLEL)

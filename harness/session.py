@@ -15,9 +15,10 @@ from typing import TypedDict
 
 import harness
 import models
-from harness import environment, profiles, variants
+from harness import environment, memory, profiles, variants
 from harness.caches import Caches
 from harness.context import Context, ContextError
+from harness.earlier import Earlier, earlier
 from harness.measure import (
     Probe,
     ProfileJob,
@@ -32,6 +33,7 @@ from harness.measure import (
 )
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
+from harness.progress import ROUND, ProgressFile, Step
 from harness.store import Store
 
 _PROBE_SECONDS = 300.0
@@ -67,8 +69,11 @@ class Session:
         self._store = Store(context.results)
         self._run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
         self._measured: dict[tuple[str, str], Measured] = {}
+        self._progress_file = ProgressFile(context.progress)
         self._steps_done = 0
         self._steps = 0
+        self._run_record: dict[str, object] | None = None
+        self._earlier = Earlier()
 
     def measure(self) -> dict[tuple[str, str], Measured]:
         """Measures everything that the profile asks for and appends it to the store.
@@ -85,20 +90,25 @@ class Session:
         found = self._probe()
         device_type = found.facts["device_type"]
         assert device_type == "cpu" or device_type == "cuda"
-        self._append(
-            kind="run",
-            commit=self._context.commit,
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            facts=dict(found.facts),
-            profile=self._context.profile,
+        self._run_record = {
+            "kind": "run",
+            "commit": self._context.commit,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "facts": dict(found.facts),
+            "profile": self._context.profile,
+            "snapshot_of": self._context.snapshot_of,
             **origins,
-        )
+        }
+        if self._context.resume:
+            self._earlier = self._read_earlier(found.facts)
         caches = Caches(self._context.caches, self._context.commit, found.facts)
         caches.clear()
-        cases = profiles.cases(self._context.profile, device_type)
+        cases = self._context.cases(device_type)
         plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, caches))]
         effort = profiles.effort(self._context.profile, device_type)
-        self._steps = sum(len(self._to_profile(tasks)) + effort.rounds for case, tasks in plan)
+        steps = [step for case, tasks in plan for step in self._steps_of(case, tasks, effort)]
+        self._steps = len(steps)
+        self._progress_file.begin(self._context.commit, steps)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
         caches.clear()
@@ -144,7 +154,7 @@ class Session:
         missing = models.missing(case.model)
         for variant in variants.VARIANTS.values():
             unavailable = missing or found.unavailable.get(variant.name)
-            left_out = profiles.left_out(self._context.profile, case, variant, at_head=self._context.at_head)
+            left_out = self._context.left_out(case, variant)
             if unavailable is not None:
                 self._leave_out(case, variant.name, "skipped", unavailable)
             elif left_out is not None:
@@ -154,15 +164,35 @@ class Session:
         return tuple(tasks)
 
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
-        for task in self._to_profile(tasks):
+        for task in self._to_profile(case, tasks):
             self._profile(case, task, effort)
-        runnable = self._without_failed(case, tasks)
-        for number in range(effort.rounds):
-            runnable = self._round(case, runnable, effort, number)
+        runnable, taken = self._without_failed(case, tasks), 0
+        while taken < self._missing_rounds(case, runnable, effort):
+            runnable = self._round(case, runnable, effort, taken)
+            taken += 1
 
-    def _to_profile(self, tasks: tuple[Task, ...]) -> list[Task]:
+    def _steps_of(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> list[Step]:
+        alone = [Step(case.name, task.variant) for task in self._to_profile(case, tasks)]
+        return alone + [Step(case.name, ROUND)] * self._missing_rounds(case, tasks, effort)
+
+    def _missing_rounds(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> int:
+        return self._earlier.missing_rounds(case.name, [task.variant for task in tasks], effort.rounds)
+
+    def _to_profile(self, case: Case, tasks: tuple[Task, ...]) -> list[Task]:
         profile, at_head = self._context.profile, self._context.at_head
-        return [task for task in tasks if profiles.needs_profile(profile, variants.get(task.variant), at_head=at_head)]
+        return [
+            task
+            for task in tasks
+            if profiles.needs_profile(profile, variants.get(task.variant), at_head=at_head)
+            and self._earlier.profile(case.name, task.variant) is None
+        ]
+
+    def _read_earlier(self, facts: Mapping[str, object]) -> Earlier:
+        """What need not be measured again."""
+        machine, commit = self._context.machine, self._context.commit
+        if machine not in self._store.machines():
+            return Earlier()
+        return earlier(self._store.load(machine, [commit]), commit, self._context.profile, facts)
 
     def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
         """Measures one variant alone."""
@@ -173,18 +203,12 @@ class Session:
             )
         except ProcessFailed as failure:
             self._leave_out(case, task.variant, "failed", failure.reason)
-            self._progress(case, f"{task.variant}: failed: {failure.reason.splitlines()[0]}", begin)
-            return
-        self._append(**_profile_record(case, task, result))
-        measured = self._entry(case, task.variant)
-        measured["setup_s"].append(result.setup_s)
-        if result.peak.allocated_bytes is None:
-            measured["peak_bytes"].append(result.peak.rss_bytes)
+            what = f"failed: {failure.reason.splitlines()[0]}"
         else:
-            measured["peak_bytes"].append(result.peak.allocated_bytes)
-        if result.peak.reserved_bytes is not None:
-            measured["peak_reserved_bytes"].append(result.peak.reserved_bytes)
-        self._progress(case, f"{task.variant}: set up in {result.setup_s:.2f} s", begin)
+            self._append(**_profile_record(case, task, result))
+            _add_profile(self._entry(case, task.variant), result.setup_s, result.peak)
+            what = f"set up in {result.setup_s:.2f} s"
+        self._progress(Step(case.name, task.variant), f"{task.variant}: {what}", begin)
 
     def _round(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort, number: int) -> tuple[Task, ...]:
         """One round; the variants left for the next. Without a variant that kills the process, it is tried again."""
@@ -199,10 +223,10 @@ class Session:
                     self._leave_out(case, variant, "failed", f"in round {number}: {failure.reason}")
             else:
                 self._keep_round(case, number, result)
-                self._progress(case, f"round {number + 1} of {effort.rounds}", begin)
+                self._progress(Step(case.name, ROUND), f"round {number + 1} of {effort.rounds}", begin)
                 return self._without_failed(case, tasks)
             tasks = self._without_failed(case, tasks)
-        self._progress(case, f"round {number + 1} of {effort.rounds}: nothing left to measure", begin)
+        self._progress(Step(case.name, ROUND), f"round {number + 1} of {effort.rounds}: nothing left to measure", begin)
         return ()
 
     def _keep_round(self, case: Case, number: int, result: RoundResult) -> None:
@@ -227,30 +251,52 @@ class Session:
         return tuple(task for task in tasks if self._entry(case, task.variant)["status"] == "measured")
 
     def _leave_out(self, case: Case, variant: str, status: str, reason: str) -> None:
-        precision = variants.get(variant).precision
-        self._append(
-            kind="skip", variant=variant, precision=precision, status=status, reason=reason, **_case_fields(case)
-        )
+        if not self._earlier.has_skip(case.name, variant, status, reason):
+            precision = variants.get(variant).precision
+            self._append(
+                kind="skip", variant=variant, precision=precision, status=status, reason=reason, **_case_fields(case)
+            )
         measured = self._entry(case, variant)
         measured["status"], measured["reason"] = status, reason
 
     def _entry(self, case: Case, variant: str) -> Measured:
-        nothing = Measured(status="measured", reason="", step_s=[], setup_s=[], peak_bytes=[], peak_reserved_bytes=[])
-        return self._measured.setdefault((case.name, variant), nothing)
+        """What asv gets of a variant; it begins with what earlier runs have measured where these count."""
+        if (case.name, variant) not in self._measured:
+            entry = Measured(status="measured", reason="", step_s=[], setup_s=[], peak_bytes=[], peak_reserved_bytes=[])
+            entry["step_s"] += self._earlier.step_s(case.name, variant)
+            profile = self._earlier.profile(case.name, variant)
+            if profile is not None:
+                rss_bytes = profile.peak_rss_bytes or 0
+                peak = memory.Peak(profile.peak_allocated_bytes, profile.peak_reserved_bytes, rss_bytes)
+                _add_profile(entry, profile.setup_s, peak)
+            self._measured[case.name, variant] = entry
+        return self._measured[case.name, variant]
 
     def _append(self, **record: object) -> None:
-        fields = {name: _portable(value, self._context.root) for name, value in record.items()}
-        self._store.append(self._context.machine, self._context.commit, [{"run": self._run, **fields}])
+        """Appends a record, and before the first one that of the run: a run that measures nothing leaves no trace."""
+        records = [record] if self._run_record is None else [self._run_record, record]
+        fields = [
+            {"run": self._run, **{name: _portable(value, self._context.root) for name, value in entry.items()}}
+            for entry in records
+        ]
+        self._store.append(self._context.machine, self._context.commit, fields)
+        self._run_record = None
 
-    def _progress(self, case: Case, what: str, begin: float) -> None:
+    def _progress(self, step: Step, what: str, begin: float) -> None:
         """Says what was done, to asv, which takes a silent process for hung, and to whoever watches the progress."""
         self._steps_done += 1
+        seconds = time.monotonic() - begin
         position = f"{self._context.commit[:8]} {self._steps_done:>3}/{self._steps}"
-        line = f"{position}  {case.name:<14} {what}  [{time.monotonic() - begin:.1f} s]"
+        line = f"{position}  {step.case:<14} {what}  [{seconds:.1f} s]"
         print(line, flush=True)
-        if self._context.progress is not None:
-            with self._context.progress.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        self._progress_file.done(self._context.commit, step, line, seconds)
+
+
+def _add_profile(entry: Measured, setup_s: float, peak: memory.Peak) -> None:
+    entry["setup_s"].append(setup_s)
+    entry["peak_bytes"].append(peak.rss_bytes if peak.allocated_bytes is None else peak.allocated_bytes)
+    if peak.reserved_bytes is not None:
+        entry["peak_reserved_bytes"].append(peak.reserved_bytes)
 
 
 def _case_fields(case: Case) -> dict[str, object]:
