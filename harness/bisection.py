@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from harness import asv_process, context
+from harness.own_models import OwnModel, encoded
 from harness.project import Project
 from harness.revisions import has_parent, is_ancestor
 from harness.rows import Change, Comparison
@@ -61,6 +62,11 @@ def search(comparison: Comparison, which: str, project: Project) -> Search:
         context.CASES_VARIABLE: change.case.name,
         context.VARIANTS_VARIABLE: f"{change.control} {change.variant}",
     }
+    source = comparison.reproduction.workloads.get(change.case.model)
+    if source is not None:
+        sizes = {change.case.device: change.case.batch}
+        own = OwnModel(change.case.model, str(source), sizes, {name: (size,) for name, size in sizes.items()})
+        variables[context.WORKLOADS_VARIABLE] = encoded([own])
     command = asv_process.command(project, "find", commits, benchmark, "--show-stderr")
     return Search(tuple(command), variables, change)
 

@@ -225,8 +225,9 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     base_commit, head_commit = choose_commits(history, base, head, store.root)
     history = history.without_snapshots(but=filter(None, (base_commit, head_commit)))
     comparison = compare(history, base_commit, head_commit, folder=store.root, margin=margins["ratio"])
-    newest = history.runs(head_commit)[-1]
-    comparison = replace(comparison, reproduction=Reproduction(newest.profile, newest.workloads))
+    runs = history.runs(head_commit)
+    sources = {name: source for run in runs for name, source in run.workloads.items()}
+    comparison = replace(comparison, reproduction=Reproduction(runs[-1].profile, sources))
     if options.metric:
         comparison = _with_metrics(comparison, history, options.metric, margins)
     if options.machine is None and machine != here:

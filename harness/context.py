@@ -7,6 +7,7 @@
 - ``HARNESS_HEAD``: the commit that counts as HEAD (else what git says).
 - ``HARNESS_CASES``, ``HARNESS_VARIANTS``: names, separated by spaces, of the cases and variants to measure, whether the
   profile has them or not; empty leaves the choice to the profile.
+- ``HARNESS_WORKLOADS``: the user's own models, measured instead of the harness's, as ``--workload`` gives them.
 - ``HARNESS_RESUME``: "1" measures only what earlier runs of the profile in the same environment have not.
 - ``HARNESS_RESULTS``: the folder for raw samples (else ``results/`` beside asv's configuration).
 - ``HARNESS_PROGRESS``: a file to which progress is appended, because asv keeps a benchmark's output to itself.
@@ -22,12 +23,14 @@ from pathlib import Path
 from typing import cast, get_args
 
 from harness import environment, profiles, variants
+from harness.own_models import OwnModel, decoded
 from harness.worktree import head_under
 
 PROFILE_VARIABLE = "HARNESS_PROFILE"
 HEAD_VARIABLE = "HARNESS_HEAD"
 CASES_VARIABLE = "HARNESS_CASES"
 VARIANTS_VARIABLE = "HARNESS_VARIANTS"
+WORKLOADS_VARIABLE = "HARNESS_WORKLOADS"
 RESUME_VARIABLE = "HARNESS_RESUME"
 RESULTS_VARIABLE = "HARNESS_RESULTS"
 PROGRESS_VARIABLE = "HARNESS_PROGRESS"
@@ -50,6 +53,7 @@ class Context:
         profile: which profile is measured.
         progress: the file for progress; None keeps it to the process's own output.
         selection: which cases and variants are measured, where that is not left to the profile.
+        own: the user's own models, which are measured instead of the harness's.
         resume: whether what earlier runs measured is left out.
         results_folder: where raw samples go; None is the usual place.
         snapshot_of: the commit under the working tree whose state is measured; None for a commit of the history.
@@ -63,6 +67,7 @@ class Context:
     profile: profiles.Name
     progress: Path | None
     selection: profiles.Selection = profiles.EVERYTHING
+    own: tuple[OwnModel, ...] = ()
     resume: bool = False
     results_folder: Path | None = None
     snapshot_of: str | None = None
@@ -105,10 +110,33 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
         profile=_profile(values.get(PROFILE_VARIABLE, "quick")),
         progress=Path(progress) if progress else None,
         selection=_selection(values),
+        own=own_models(values),
         resume=values.get(RESUME_VARIABLE) == "1",
         results_folder=Path(results) if results else None,
         snapshot_of=head_under(root, commit),
     )
+
+
+def own_models(variables: Mapping[str, str] | None = None) -> tuple[OwnModel, ...]:
+    """The user's own models.
+
+    Raises:
+        ContextError: the variable is damaged.
+    """
+    values = os.environ if variables is None else variables
+    try:
+        return decoded(values.get(WORKLOADS_VARIABLE, ""))
+    except ValueError as error:
+        raise ContextError(f"{WORKLOADS_VARIABLE}: {error}") from error
+
+
+def workload_root(variables: Mapping[str, str] | None = None) -> Path:
+    """The folder that the files of the user's own models are relative to.
+
+    Raises:
+        ContextError: this is no process of asv's.
+    """
+    return Path(_required(os.environ if variables is None else variables, "ASV_CONF_DIR"))
 
 
 def _required(values: Mapping[str, str], name: str) -> str:
@@ -127,7 +155,9 @@ def _profile(text: str) -> profiles.Name:
 
 def _selection(values: Mapping[str, str]) -> profiles.Selection:
     selection = profiles.Selection(
-        tuple(values.get(CASES_VARIABLE, "").split()), tuple(values.get(VARIANTS_VARIABLE, "").split())
+        tuple(values.get(CASES_VARIABLE, "").split()),
+        tuple(values.get(VARIANTS_VARIABLE, "").split()),
+        tuple(case for model in own_models(values) for case in model.cases()),
     )
     try:
         profiles.check_selection(selection)

@@ -169,10 +169,14 @@ def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of cases and variants to measure, whether the profile has them or not; empty leaves it to the profile."""
+    """Names of cases and variants to measure, whether the profile has them or not; empty leaves it to the profile.
+
+    ``own`` are the cases of the user's own models; where there are any, they are measured instead of all others.
+    """
 
     cases: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
+    own: tuple[Case, ...] = ()
 
 
 EVERYTHING = Selection()
@@ -180,7 +184,7 @@ EVERYTHING = Selection()
 
 def check_selection(selection: Selection) -> None:
     """Raises ValueError if it names what does not exist; the message says what does."""
-    cases = tuple(dict.fromkeys(case.name for case in CASES))
+    cases = tuple(dict.fromkeys(case.name for case in selection.own or CASES))
     for name in selection.cases:
         if name not in cases:
             raise ValueError(f"no case {name!r}; there are {', '.join(cases)}")
@@ -190,9 +194,12 @@ def check_selection(selection: Selection) -> None:
 
 def selected_cases(profile: Name, device_type: DeviceType, selection: Selection) -> tuple[Case, ...]:
     """The cases to measure: those of the profile, or those that were named and exist on this kind of device."""
-    if not selection.cases:
-        return cases(profile, device_type)
-    return tuple(case for case in CASES if case.device_type == device_type and case.name in selection.cases)
+    every = [case for case in selection.own or CASES if case.device_type == device_type]
+    if selection.cases:
+        return tuple(case for case in every if case.name in selection.cases)
+    if selection.own:
+        return tuple(case for case in every if case.default or profile in ("sweep", "full"))
+    return cases(profile, device_type)
 
 
 def selected_out(

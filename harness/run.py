@@ -20,6 +20,7 @@ from typing import get_args
 
 from harness import asv_process, compare, context, environment, profiles, project, variants
 from harness.failures import last_lines
+from harness.own_models import OwnModel, WorkloadError, encoded
 from harness.progress import ROUND, Step, Watch
 from harness.project import Project, ProjectError
 from harness.revisions import CommitText, commits_of, describe, history_order
@@ -43,6 +44,19 @@ class RunError(Exception):
     """Nothing can be measured as asked; the message says why and what to do."""
 
 
+_PROBLEMS = (
+    RunError,
+    ProjectError,
+    WorktreeError,
+    WorkloadError,
+    environment.MachineFileError,
+    ResultsError,
+    ValueError,
+    OSError,
+)
+"""What ends a run with one line; all of them say what is wrong and where."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is measured: ``commits`` are full hashes, the newest, which counts as HEAD, first."""
@@ -54,6 +68,7 @@ class Plan:
     commits: tuple[str, ...]
     selection: profiles.Selection
     resume: bool
+    own: tuple[OwnModel, ...] = ()
 
     @property
     def results(self) -> Path:
@@ -67,6 +82,7 @@ class Plan:
             context.HEAD_VARIABLE: self.commits[0],
             context.CASES_VARIABLE: " ".join(self.selection.cases),
             context.VARIANTS_VARIABLE: " ".join(self.selection.variants),
+            context.WORKLOADS_VARIABLE: encoded(self.own),
             context.RESUME_VARIABLE: "1" if self.resume else "",
             context.RESULTS_VARIABLE: str(self.results),
             context.PROGRESS_VARIABLE: str(progress),
@@ -130,9 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _require_results(plan, found)
         print(found.text(resumed=plan.resume), end="", flush=True)
         compared = _compare(plan, options.report)
-    except (
-        RunError, ProjectError, WorktreeError, environment.MachineFileError, ResultsError, ValueError, OSError,
-    ) as error:  # fmt: skip
+    except _PROBLEMS as error:
         print(f"harness.run: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -185,6 +199,11 @@ def _parser() -> argparse.ArgumentParser:
         "--variant", action="append", default=[], metavar="NAME",
         help="this variant, such as kitsune_dropin_fp32; may be repeated. A speed-up needs eager of the same precision",
     )  # fmt: skip
+    what.add_argument(
+        "--workload", action="append", default=[], metavar="FILE.py:FUNCTION",
+        help="your own model instead of the harness's: a function that builds it, or the name of an entry point; may "
+        "be repeated",
+    )  # fmt: skip
     parser.add_argument(
         "--report", type=Path, metavar="PATH", help="compare afterwards, and write the interactive report"
     )
@@ -209,11 +228,14 @@ def _plan(options: argparse.Namespace) -> Plan:
     """
     measured = project.here()
     profile: profiles.Name = "check" if options.check else options.profile
-    selection = profiles.Selection(tuple(options.case), tuple(options.variant))
+    own = _own_models(options.workload, measured.root)
+    own_cases = tuple(case for model in own for case in model.cases())
+    selection = profiles.Selection(tuple(options.case), tuple(options.variant), own_cases)
     profiles.check_selection(selection)
     device_type: profiles.DeviceType = "cpu" if environment.visible_gpu() is None else "cuda"
     if not profiles.selected_cases(profile, device_type, selection):
-        raise RunError(f"{', '.join(selection.cases)}: not a case for this machine, which measures on {device_type}")
+        named = ", ".join(selection.cases or [model.name for model in own])
+        raise RunError(f"{named}: nothing to measure on this machine, which measures on {device_type}")
     return Plan(
         project=measured,
         machine=environment.write_asv_machine_file(),
@@ -222,7 +244,27 @@ def _plan(options: argparse.Namespace) -> Plan:
         commits=_commits(options, measured, profile),
         selection=selection,
         resume=options.resume,
+        own=own,
     )
+
+
+def _own_models(sources: Sequence[str], root: Path) -> tuple[OwnModel, ...]:
+    """The user's own models, each built once to see that it works.
+
+    Raises:
+        WorkloadError: one does not.
+        RunError: two have the same name.
+    """
+    if not sources:
+        return ()
+    from harness.workloads import own_model  # imports torch, which no other run has to wait for
+
+    found = tuple(own_model(source, root) for source in dict.fromkeys(sources))
+    names = [model.name for model in found]
+    for model in found:
+        if names.count(model.name) > 1:
+            raise RunError(f"several workloads are called {model.name!r}: give each a name of its own")
+    return found
 
 
 def _commits(options: argparse.Namespace, measured: Project, profile: profiles.Name) -> tuple[str, ...]:

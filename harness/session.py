@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import harness
 import models
-from harness import environment, memory, profiles, variants
+from harness import environment, memory, profiles, variants, workloads
 from harness.caches import Caches
 from harness.context import Context, ContextError
 from harness.earlier import Earlier, earlier
@@ -97,6 +97,7 @@ class Session:
             "facts": dict(found.facts),
             "profile": self._context.profile,
             "snapshot_of": self._context.snapshot_of,
+            "workloads": {model.name: model.source for model in self._context.own},
             **origins,
         }
         if self._context.resume:
@@ -151,7 +152,7 @@ class Session:
     def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
         """What is measured of a case; of the other variants the reason is recorded."""
         tasks = []
-        missing = models.missing(case.model)
+        missing = workloads.missing(case.model, self._context.own, self._context.root)
         for variant in variants.VARIANTS.values():
             unavailable = missing or found.unavailable.get(variant.name)
             left_out = self._context.left_out(case, variant)

@@ -80,6 +80,18 @@ class Training:
         return _samples(entry["peak_reserved_bytes"])
 
 
+_OWN_CASES = [case.name for model in context.own_models() for case in model.cases()]
+
+if _OWN_CASES:
+
+    class OwnModels(Training):
+        """The same of the user's own models: benchmarks of another name, so that asv's results of the harness's own
+        models keep the parameters that they have.
+        """
+
+        params = (list(variants.names()), list(dict.fromkeys(_OWN_CASES)))
+
+
 def _successful(entry: Measured) -> Measured:
     """The entry of a variant that was measured. For one that failed, asv's process ends here with the reason, and so
     asv counts a failure; a traceback of its own would only show this file."""
