@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from harness.project import Project
 
@@ -57,7 +58,7 @@ def run(
         errors="replace",
     )
     reader = threading.Thread(target=_copy_messages, args=(process, log), daemon=True)
-    reader.start()
+    reader.start()  # it reads to the end whatever happens: asv would wait for ever to be read
     try:
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
@@ -83,9 +84,43 @@ def _stop(process: subprocess.Popen[str]) -> None:
 def _copy_messages(process: subprocess.Popen[str], log: Path) -> None:
     """Shows asv's messages but not its tables, which have a row for every variant of every case there is."""
     assert process.stdout is not None
-    with log.open("w", encoding="utf-8") as file:
+    with _Log(log) as kept:
         for line in process.stdout:
-            file.write(line)
-            file.flush()
+            kept.write(line)
             if _MESSAGE.match(line):
                 print(line, end="", flush=True)
+
+
+class _Log:
+    """A file of lines. Where it can no longer be written, that is said once, and the lines are lost."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> _Log:
+        try:
+            self._file = self._path.open("w", encoding="utf-8")
+        except OSError as error:
+            self._give_up(error)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # what could not be flushed has been told
+                self._file.close()
+
+    def write(self, line: str) -> None:
+        """Appends a line."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        print(f"{self._path}: cannot be written ({error.strerror}); asv's output is not kept", flush=True)
+        self.__exit__()
+        self._file = None

@@ -117,6 +117,20 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
     )
 
 
+def check_checkout(surroundings: Context) -> None:
+    """Makes sure that the commit under test is what is checked out: another run of asv may have moved it.
+
+    Raises:
+        ContextError: it is not.
+    """
+    found = _head(surroundings.checkout)
+    if found != surroundings.commit:
+        raise ContextError(
+            f"{surroundings.checkout} is at {found[:8]}, and {surroundings.commit[:8]} is to be measured: another run"
+            " of asv is at work in this checkout; run one at a time, or in clones of their own"
+        )
+
+
 def own_models(variables: Mapping[str, str] | None = None) -> tuple[OwnModel, ...]:
     """The user's own models.
 

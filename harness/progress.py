@@ -44,6 +44,11 @@ class ProgressFile:
         """A step has ended after so many seconds; ``line`` says how, for a reader."""
         self._append({"commit": commit, "case": step.case, "part": step.part, "line": line, "seconds": seconds})
 
+    def problem(self, commit: str, text: str) -> None:
+        """The measurement of a commit ended with an error. Where that cannot be written either, asv's log has it."""
+        with suppress(OSError):
+            self._append({"commit": commit, "problem": text})
+
     def _append(self, event: Mapping[str, object]) -> None:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -71,6 +76,8 @@ class Watch:
         self._outstanding = {commit: list(steps) for commit, steps in expected.items()}
         self._known = _remembered(memory)
         self._seen: dict[Step, list[float]] = {}
+        self.problems: list[tuple[str, str]] = []
+        """Commits whose measurement ended with an error, each with what it said."""
 
     def new_lines(self) -> list[str]:
         """What was done since the last call, a line for each step."""
@@ -99,6 +106,10 @@ class Watch:
         if isinstance(steps, list):
             self._outstanding[commit] = [Step(*entry) for entry in steps]
             return None
+        if "problem" in event:
+            self._outstanding.pop(commit, None)
+            self.problems.append((commit, str(event["problem"])))
+            return f"{commit[:8]} ended with an error: {str(event['problem']).splitlines()[0]}"
         step, seconds = Step(str(event["case"]), str(event["part"])), event["seconds"]
         assert isinstance(seconds, float)
         self._seen.setdefault(step, []).append(seconds)

@@ -7,8 +7,12 @@ Kitsune is the installed one, and what the harness writes lies in one folder tha
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +60,30 @@ class Project:
     def measured_paths(self) -> tuple[str, ...]:
         """What of a commit is measured, relative to the root."""
         return ("kitsune",) if self.is_kitsune else (".",)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Holds this checkout for one run: two would check out commits over one another, and disturb their times.
+
+        Raises:
+            ProjectError: another run holds it.
+            OSError: the lock's file cannot be written.
+        """
+        path = self.scratch / "run.lock"
+        with path.open("a+", encoding="ascii") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise ProjectError(
+                    f"{path}: process {holder} measures in this checkout; wait for its end, or measure in another clone"
+                ) from None
+            file.seek(0)
+            file.truncate()
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
 
     def prepare(self) -> None:
         """Makes the folders, and outside of Kitsune's own checkout asv's configuration.
@@ -111,7 +139,7 @@ def _configuration(root: Path) -> dict[str, object]:
         "project": root.name,
         "repo": str(root),
         "branches": ["HEAD"],
-        "plugins": [f"{__package__}.asv_plugin"],
+        "plugins": [f".{__package__}.asv_plugin"],
         "environment_type": "shared",
         "build_command": [],
         "install_command": [],

@@ -139,9 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--commits counts back from HEAD: leave it out where revisions or --worktree are given")
     try:
         plan = _plan(options)
-        _introduce(plan)
-        begin = datetime.now(timezone.utc).replace(microsecond=0)
-        failed = _measure(plan)
+        plan.project.prepare()
+        with plan.project.alone():
+            _introduce(plan)
+            begin = datetime.now(timezone.utc).replace(microsecond=0)
+            failed = _measure(plan)
         found = _summary(plan, begin)
         _require_results(plan, found)
         print(found.text(resumed=plan.resume), end="", flush=True)
@@ -331,9 +333,10 @@ def _measure(plan: Plan) -> bool:
     Raises:
         RunError: asv could not run the benchmarks at all.
     """
-    plan.project.prepare()
     if plan.profile == "check":
         shutil.rmtree(plan.results, ignore_errors=True)
+    for damage in Store(plan.project.results).set_asv_s_damage_aside(plan.machine):
+        print(f"Damaged, and set aside for asv to make it again: {damage.path}: {damage.problem}", flush=True)
     scratch = plan.project.scratch
     listed, progress = scratch / "commits.txt", scratch / "progress.jsonl"
     listed.write_text("\n".join(plan.commits) + "\n", encoding="ascii")
@@ -348,6 +351,8 @@ def _measure(plan: Plan) -> bool:
         code = asv_process.run(plan.command(listed), plan.project.home, variables, _log(plan.project), show)
     finally:
         watch.remember()
+    for commit, problem in watch.problems:
+        print(f"\n{commit[:8]} could not be measured to its end:\n{problem}", flush=True)
     if code not in (0, asv_process.SOME_FAILED):
         raise RunError(f"asv ended with exit code {code}:\n{_last_words(plan.project)}")
     return code == asv_process.SOME_FAILED

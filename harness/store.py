@@ -202,6 +202,28 @@ class Store:
                     measured[commit] = found
         return History(machine, self._ordered(measured), tuple(damage), measured)
 
+    def set_asv_s_damage_aside(self, machine: str) -> tuple[Damage, ...]:
+        """Renames files of asv's that are no JSON to ``<name>.damaged``: asv would stop at them, and makes new ones.
+
+        Returns:
+            What was wrong, under the files' new names.
+
+        Raises:
+            ResultsError: a file cannot be renamed.
+        """
+        found = []
+        for path in sorted([*self.root.glob("*.json"), *(self.root / machine).glob("*.json")]):
+            problem = _problem_of_json(path)
+            if problem is None:
+                continue
+            aside = path.with_name(f"{path.name}.damaged")
+            try:
+                path.replace(aside)
+            except OSError as error:
+                raise ResultsError(path, f"is damaged ({problem}) and cannot be renamed ({error.strerror})") from error
+            found.append(Damage(aside, None, problem))
+        return tuple(found)
+
     def _ordered(self, measured: Mapping[str, _Measured]) -> tuple[str, ...]:
         position = history_order(measured, self.root)
 
@@ -303,6 +325,17 @@ def _read(path: Path, commit: str, damage: list[Damage]) -> _Measured:
         except RecordError as error:
             damage.append(Damage(path, number, str(error)))
     return _measured(path, numbered, damage)
+
+
+def _problem_of_json(path: Path) -> str | None:
+    """Why a file is no JSON object; None if it is one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON ({error})"
+    return None if isinstance(content, dict) else "not a JSON object"
 
 
 def _parsed(line: bytes, commit: str) -> Record:

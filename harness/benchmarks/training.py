@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from harness import context, profiles, variants
+from harness.failures import describe
 from harness.processes import Launcher
+from harness.progress import ProgressFile
 
 if TYPE_CHECKING:
     from harness.session import Measured
@@ -43,7 +45,13 @@ class Training:
         launcher = Launcher()
         from harness.session import Session  # imports torch, which the processes that only read results need not
 
-        return Session(context.from_environment(), launcher).measure()
+        surroundings = context.from_environment()
+        try:
+            context.check_checkout(surroundings)
+            return Session(surroundings, launcher).measure()
+        except Exception as error:
+            ProgressFile(surroundings.progress).problem(surroundings.commit, describe(error))
+            raise
 
     vars(setup_cache)["timeout"] = _LONGEST_SILENCE_S
 

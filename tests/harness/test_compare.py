@@ -615,3 +615,36 @@ def test_a_regression_is_handed_to_asv(
     assert told.endswith(" lenet-b64")
     assert compare.main(["--bisect", "--model", "mlp"]) == 2
     assert "nothing to search for" in capfd.readouterr().err
+
+
+def test_results_of_what_was_renamed_since_are_read_like_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path)
+    for commit in COMMITS[:2]:
+        path = tmp_path / GPU_MACHINE / f"{commit}.samples.jsonl"
+        renamed = path.read_text().replace('"kitsune_dropin_', '"kitsune_wrapper_').replace("lenet", "lenet5")
+        path.write_text(renamed)
+    assert compare.main(["--results", str(tmp_path), "--fail-on", "regression", "--fail-on", "damage"]) == 0
+    out = capsys.readouterr().out
+    assert "No regression found in 4 comparisons" in out
+    assert compare.main(["--results", str(tmp_path), COMMITS[0], COMMITS[1]]) == 0
+    assert "kitsune_wrapper_fp32" in capsys.readouterr().out
+
+
+def test_rounds_without_samples_are_named_and_the_others_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path)
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    lines = newest.read_text().splitlines()
+    index = next(k for k, line in enumerate(lines) if '"kind":"round"' in line)
+    record = json.loads(lines[index])
+    empty = {name: {"wall_s": [], "device_s": []} for name in record["blocks"]}
+    lines[index] = json.dumps({**record, "blocks": empty})
+    lines.append(json.dumps({**record, "round": 99, "blocks": {}}))
+    newest.write_text("\n".join(lines) + "\n")
+    assert compare.main(["--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"{newest}: 2 lines: line {index + 1}: blocks['eager_fp32'].wall_s: expected a list of at least one" in out
+    assert "kitsune_trainstep_amp" in out

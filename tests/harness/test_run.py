@@ -211,7 +211,7 @@ def test_a_range_is_every_commit_after_its_beginning(asv: Callable[[str], None],
         (["HEAD..v99"], "'HEAD..v99' names no commit"),
         (["--case", "mlp-b65"], "no case 'mlp-b65'; there are mlp-b16, "),
         (["--variant", "eager"], "no variant 'eager'; there are eager_fp32, "),
-        (["--case", "resnet18-b512"], "not a case for this machine, which measures on cpu"),
+        (["--case", "resnet18-b512"], "nothing to measure on this machine, which measures on cpu"),
     ],
 )
 def test_what_does_not_exist_is_one_line_that_says_what_does(
@@ -361,3 +361,43 @@ def test_what_is_named_is_measured_whether_the_profile_has_it_or_not() -> None:
     named = {("eager_fp32", "resnet18-b32"), ("compile_fp32", "resnet18-b32")}
     assert chosen(plan, "track_step_seconds") == named
     assert [step.part for step in plan.expected()[COMMIT]] == ["eager_fp32", "compile_fp32", *["round"] * 3]
+
+
+def test_a_measurement_that_ends_with_an_error_is_told_at_once(
+    asv: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "ResultsError: /disk/results: cannot be written (No space left on device)\\n  where it happened"
+    asv(f"keep(timed()); progress(dict(problem='{text}')); sys.exit(2)")
+    assert run.main(["HEAD"]) == 1
+    out = capsys.readouterr().out
+    assert "ended with an error: ResultsError: /disk/results: cannot be written (No space left on device)\n" in out
+    assert "could not be measured to its end:" in out
+    assert "  where it happened" in out
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", b"{" * 100_000])
+def test_files_of_asv_s_that_are_damaged_are_set_aside(
+    asv: Callable[[str], None], repository: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = repository / "results" / "here"
+    folder.mkdir(parents=True)
+    whole, damaged = folder / "1234-shared.json", folder / "machine.json"
+    whole.write_text("{}")
+    damaged.write_bytes(content)
+    asv("keep(timed())")
+    assert run.main(["HEAD"]) == 0
+    assert f"{damaged}.damaged: not " in capsys.readouterr().out
+    assert Path(f"{damaged}.damaged").read_bytes() == content
+    assert whole.exists()
+    assert not damaged.exists()
+
+
+def test_a_second_run_in_the_same_checkout_is_refused(
+    asv: Callable[[str], None], repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asv("raise SystemExit('asv must not be started')")
+    measured = Project(repository, repository, is_kitsune=True)
+    measured.prepare()
+    with measured.alone():
+        assert run.main(["HEAD"]) == 2
+    assert "measures in this checkout" in capsys.readouterr().err
