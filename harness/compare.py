@@ -17,7 +17,7 @@ from typing import get_args
 from harness import bisection, metrics, project, render, render_sides
 from harness.comparison import compare
 from harness.environment import machine_name
-from harness.names import is_product
+from harness.names import is_diagnostic, is_product
 from harness.narrowing import Only, narrowed, narrowed_sides
 from harness.project import ProjectError
 from harness.report import ReportError, html_page
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _sides(options)
         return _commits(options)
     except (ComparisonError, ResultsError, ReportError, ProjectError, WorktreeError) as error:
-        print(f"harness.compare: {error}", file=sys.stderr)
+        print(f"{__package__}.compare: {error}", file=sys.stderr)
         return 2
 
 
@@ -247,8 +247,14 @@ def _with_metrics(
     older, newer = choose_measurements(history, base, comparison.head.sha)
     if older is None:
         return comparison
-    contrasts = metrics.across(older, newer, others, margins, is_product)
+    judged = is_product if project.has_own_checkout() else _is_way_of_training
+    contrasts = metrics.across(older, newer, others, margins, judged)
     return replace(comparison, contrasts=contrasts, margins={metric: margins[metric] for metric in others})
+
+
+def _is_way_of_training(variant: str) -> bool:
+    """What is judged where it is not Kitsune that changes from commit to commit: eager PyTorch too."""
+    return not is_diagnostic(variant)
 
 
 def _revisions(options: argparse.Namespace, history: History, folder: Path) -> tuple[str | None, str | None]:

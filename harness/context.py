@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from harness import environment, profiles, variants
+from harness import environment, profiles, project, variants
 from harness.own_models import OwnModel, decoded
 from harness.worktree import head_under
 
@@ -45,8 +45,9 @@ class Context:
     """Where a measurement stands.
 
     Attributes:
-        root: the working tree, from which ``harness`` and ``models`` come.
-        checkout: where the commit under test is checked out, from which ``kitsune`` comes.
+        root: the folder from which ``harness`` and ``models`` must come: Kitsune's working tree, or where the harness
+            is installed.
+        checkout: where the commit under test is checked out.
         commit: the full hash of the commit under test.
         at_head: whether that commit is HEAD.
         machine: the name of this machine.
@@ -56,6 +57,8 @@ class Context:
         own: the user's own models, which are measured instead of the harness's.
         resume: whether what earlier runs measured is left out.
         results_folder: where raw samples go; None is the usual place.
+        home: the folder of asv's configuration, where everything that is written lies; None is the root.
+        is_kitsune: whether the commits are Kitsune's, so that ``kitsune`` must come from the checkout.
         snapshot_of: the commit under the working tree whose state is measured; None for a commit of the history.
     """
 
@@ -70,17 +73,31 @@ class Context:
     own: tuple[OwnModel, ...] = ()
     resume: bool = False
     results_folder: Path | None = None
+    home: Path | None = None
+    is_kitsune: bool = True
     snapshot_of: str | None = None
 
     @property
     def results(self) -> Path:
         """The results folder."""
-        return self.results_folder or self.root / "results"
+        return self.results_folder or (self.home or self.root) / "results"
 
     @property
     def caches(self) -> Path:
         """Where compilers' caches are kept."""
-        return self.root / ".asv" / "caches"
+        return (self.home or self.root) / ".asv" / "caches"
+
+    @property
+    def kitsune_root(self) -> Path | None:
+        """The folder from which ``kitsune`` must come; None accepts the one that is installed."""
+        return self.checkout if self.is_kitsune else None
+
+    @property
+    def workload_root(self) -> Path:
+        """The folder that the files of the user's own models are relative to: what differs from commit to commit comes
+        from the commit.
+        """
+        return self.root if self.is_kitsune else self.checkout
 
     def cases(self, device_type: profiles.DeviceType) -> tuple[profiles.Case, ...]:
         """The cases to measure on a kind of device."""
@@ -98,14 +115,15 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
         ContextError: a variable is missing or has a value that is not allowed; the message names it.
     """
     values = os.environ if variables is None else variables
-    root = Path(_required(values, "ASV_CONF_DIR"))
+    home = Path(_required(values, "ASV_CONF_DIR"))
+    measured = project.of_configuration(home)
     commit = _required(values, "ASV_COMMIT")
     progress, results = values.get(PROGRESS_VARIABLE), values.get(RESULTS_VARIABLE)
     return Context(
-        root=root,
+        root=measured.root if measured.is_kitsune else project.installed_in(),
         checkout=Path(_required(values, "ASV_ENV_DIR")) / "project",
         commit=commit,
-        at_head=commit == (values.get(HEAD_VARIABLE) or _head(root)),
+        at_head=commit == (values.get(HEAD_VARIABLE) or _head(measured.root)),
         machine=environment.machine_name(),
         profile=_profile(values.get(PROFILE_VARIABLE, "quick")),
         progress=Path(progress) if progress else None,
@@ -113,7 +131,9 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
         own=own_models(values),
         resume=values.get(RESUME_VARIABLE) == "1",
         results_folder=Path(results) if results else None,
-        snapshot_of=head_under(root, commit),
+        home=None if measured.is_kitsune else home,
+        is_kitsune=measured.is_kitsune,
+        snapshot_of=head_under(measured.root, commit),
     )
 
 
@@ -145,17 +165,22 @@ def own_models(variables: Mapping[str, str] | None = None) -> tuple[OwnModel, ..
 
 
 def workload_root(variables: Mapping[str, str] | None = None) -> Path:
-    """The folder that the files of the user's own models are relative to.
+    """See :attr:`Context.workload_root`.
 
     Raises:
         ContextError: this is no process of asv's.
     """
-    return Path(_required(os.environ if variables is None else variables, "ASV_CONF_DIR"))
+    values = os.environ if variables is None else variables
+    home = Path(_required(values, "ASV_CONF_DIR"))
+    measured = project.of_configuration(home)
+    return measured.root if measured.is_kitsune else Path(_required(values, "ASV_ENV_DIR")) / "project"
 
 
 def _required(values: Mapping[str, str], name: str) -> str:
     if not values.get(name):
-        raise ContextError(f"{name} is not set: benchmarks run under asv; start them with `make bench` or `asv run`")
+        raise ContextError(
+            f"{name} is not set: benchmarks run under asv; start them with `python -m {__package__}.run` or `asv run`"
+        )
     return values[name]
 
 

@@ -234,7 +234,7 @@ def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: b
         return None if fits and variant.name in _EARLIER else "not part of the check"
     if profile == "sweep":
         is_swept = variant.name in _SWEEP[case.device_type]
-        return None if is_swept else "not part of the sweep over batch sizes; `make bench-full` measures it"
+        return None if is_swept else "not part of the sweep over batch sizes; the full profile measures it"
     if case.device_type == "cuda":
         return None if at_head or variant.name in _EARLIER else "measured at HEAD only"
     return _left_out_on_cpu(case, variant, at_head)
@@ -247,5 +247,5 @@ def _left_out_on_cpu(case: Case, variant: variants.Variant, at_head: bool) -> st
     if variant.precision == "fp32" and variant.family in ("eager", "kitsune_dropin", "kitsune_trainstep"):
         return None
     if variant.name != "compile_fp32" or case.model != "mlp":
-        return "not part of the quick profile on the CPU; `make bench-full` measures it"
+        return "not part of the quick profile on the CPU; the full profile measures it"
     return None if at_head else "compiling takes too long for the quick profile on the CPU: measured at HEAD only"

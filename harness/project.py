@@ -105,11 +105,20 @@ def here() -> Project:
     Raises:
         ProjectError: the working directory lies in no git checkout.
     """
-    own = _HERE.parent
-    if (own / _CONFIGURATION).exists():
-        return Project(own, own, is_kitsune=True)
+    if has_own_checkout():
+        return Project(_HERE.parent, _HERE.parent, is_kitsune=True)
     root = _checkout_around(Path.cwd())
     return Project(root, root / _HOME, is_kitsune=False)
+
+
+def has_own_checkout() -> bool:
+    """Whether the harness is part of a checkout of Kitsune, whose commits it then measures."""
+    return (_HERE.parent / _CONFIGURATION).exists()
+
+
+def installed_in() -> Path:
+    """The folder that the package of the harness lies in."""
+    return _HERE.parent
 
 
 def of_configuration(folder: Path) -> Project:

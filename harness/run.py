@@ -137,31 +137,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.commits is not None and (options.revisions or options.worktree):
         parser.error("--commits counts back from HEAD: leave it out where revisions or --worktree are given")
+    if options.passes > 1 and (options.resume or options.check):
+        parser.error("--passes measures everything again: leave out --resume and --check")
     try:
         plan = _plan(options)
         plan.project.prepare()
         with plan.project.alone():
             _introduce(plan)
             begin = datetime.now(timezone.utc).replace(microsecond=0)
-            failed = _measure(plan)
+            failures = [_measure(plan) for _ in range(options.passes)]
         found = _summary(plan, begin)
         _require_results(plan, found)
         print(found.text(resumed=plan.resume), end="", flush=True)
         compared = _compare(plan, options.report)
     except _PROBLEMS as error:
-        print(f"harness.run: {error}", file=sys.stderr)
+        print(f"{__package__}.run: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", f"{__package__}.run", *_resuming(given)])
         print(f"\nInterrupted. What was measured before is kept; go on with\n  {again}", file=sys.stderr)
         return _INTERRUPTED
-    if failed:
+    if any(failures):
         print(f"Something failed; all that asv said of it is in {_log(plan.project)}")
     if compared != 0:
         return 2
     if options.report is not None:
         print(options.report.resolve())
-    return 1 if failed or found.failures else 0
+    return 1 if any(failures) or found.failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -192,6 +194,11 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", action="store_true",
         help="measure only what is missing of the profile: what earlier runs in this environment measured is skipped, "
         "what failed in them is tried again",
+    )  # fmt: skip
+    how.add_argument(
+        "--passes", type=_positive, default=1, metavar="N",
+        help="measure all commits so many times over: what drifts on the machine then shows in the intervals, also in "
+        "those between commits",
     )  # fmt: skip
     what = parser.add_argument_group("what is measured of a commit")
     what.add_argument(

@@ -110,7 +110,9 @@ def choose_machine(store: Store, name: str | None, here: str) -> str:
     """
     machines = store.machines()
     if not machines:
-        raise ComparisonError(f"no results in {store.root}: run `make bench`, or give another folder with --results")
+        raise ComparisonError(
+            f"no results in {store.root}: measure with `python -m {__package__}.run`, or give another --results"
+        )
     if name is not None:
         if name not in machines:
             raise ComparisonError(f"no results of machine {name!r} in {store.root}; there are: {', '.join(machines)}")

@@ -124,12 +124,12 @@ class Session:
         root = self._context.root.resolve()
         for package in (harness, models):
             assert package.__file__ is not None
-            if not Path(package.__file__).resolve().is_relative_to(root / package.__name__):
+            if not Path(package.__file__).resolve().is_relative_to(root.joinpath(*package.__name__.split("."))):
                 raise ContextError(f"{package.__file__} is imported, and not that of the working tree {root}")
         spec = importlib.util.find_spec("kitsune")
         origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
-        if origin is not None and not origin.is_relative_to(self._context.checkout.resolve()):
-            origin = None
+        if origin is not None and self._context.kitsune_root is not None:
+            origin = origin if origin.is_relative_to(self._context.kitsune_root.resolve()) else None
         return {
             "kitsune_file": None if origin is None else str(origin),
             "harness_file": str(Path(str(harness.__file__)).resolve()),
@@ -138,7 +138,7 @@ class Session:
     def _probe(self) -> Probe:
         """The machine's facts. Where a forked process cannot use a GPU that is there, all processes are spawned."""
         try:
-            found = self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
+            found = self._launcher.run(probe, self._context.kitsune_root, timeout_s=_PROBE_SECONDS)
         except ProcessFailed:
             if self._launcher.method == "spawn":
                 raise
@@ -147,12 +147,12 @@ class Session:
             if self._launcher.method == "spawn" or not gpu_is_missed:
                 return found
         self._launcher = Launcher("spawn")
-        return self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
+        return self._launcher.run(probe, self._context.kitsune_root, timeout_s=_PROBE_SECONDS)
 
     def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
         """What is measured of a case; of the other variants the reason is recorded."""
         tasks = []
-        missing = workloads.missing(case.model, self._context.own, self._context.root)
+        missing = workloads.missing(case.model, self._context.own, self._context.workload_root)
         for variant in variants.VARIANTS.values():
             unavailable = missing or found.unavailable.get(variant.name)
             left_out = self._context.left_out(case, variant)
