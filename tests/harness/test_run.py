@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from harness import asv_process, profiles, run, variants
+from harness import asv_process, environment, profiles, project, run, variants
 from harness.benchmarks.training import Training
 from harness.progress import Watch
 from harness.project import Project
-from harness.run import Plan
+from harness.run_plan import Plan, RunError, last_commits
 from harness.store import Store
 from tests.harness import sample
 from tests.harness.checkout import ROOT
@@ -35,22 +35,22 @@ def repository(tmp_path: Path) -> Path:
 
 def test_the_last_commits_newest_first(repository: Path) -> None:
     expected = git(repository, "log", "--format=%H").split()
-    assert run.last_commits(repository, 3) == tuple(expected[:3])
-    assert run.last_commits(repository, 99) == tuple(expected)
+    assert last_commits(repository, 3) == tuple(expected[:3])
+    assert last_commits(repository, 99) == tuple(expected)
 
 
 def test_a_shallow_clone_of_one_commit_is_enough(repository: Path, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{repository}", str(clone))
-    assert run.last_commits(clone, 3) == (git(repository, "rev-parse", "HEAD"),)
+    assert last_commits(clone, 3) == (git(repository, "rev-parse", "HEAD"),)
 
 
 def test_where_nothing_is_committed_there_is_nothing_to_measure(tmp_path: Path) -> None:
-    with pytest.raises(run.RunError, match="no commit to measure"):
-        run.last_commits(tmp_path, 3)
+    with pytest.raises(RunError, match="no commit to measure"):
+        last_commits(tmp_path, 3)
     git(tmp_path, "init", "--quiet")
-    with pytest.raises(run.RunError, match="no commit to measure"):
-        run.last_commits(tmp_path, 3)
+    with pytest.raises(RunError, match="no commit to measure"):
+        last_commits(tmp_path, 3)
 
 
 def plan_of(profile: profiles.Name, device_type: profiles.DeviceType = "cpu", **changes: Any) -> Plan:
@@ -111,9 +111,9 @@ def test_asv_s_messages_are_shown_and_its_tables_are_not(line: str, shown: bool)
 def asv(monkeypatch: pytest.MonkeyPatch, repository: Path, tmp_path: Path) -> Callable[[str], None]:
     """Replaces asv by a Python program of the test's, in a repository of four commits."""
     measured = Project(repository, repository, is_kitsune=True)
-    monkeypatch.setattr(run.project, "here", lambda: measured)
-    monkeypatch.setattr(run.environment, "write_asv_machine_file", lambda: "here")
-    monkeypatch.setattr(run.environment, "visible_gpu", lambda: None)
+    monkeypatch.setattr(project, "here", lambda: measured)
+    monkeypatch.setattr(environment, "write_asv_machine_file", lambda: "here")
+    monkeypatch.setattr(environment, "visible_gpu", lambda: None)
 
     def replace(program: str) -> None:
         path = tmp_path / "asv.py"
@@ -130,7 +130,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from harness.progress import Watch
 from harness.project import Project
-from harness.run import Plan
+from harness.run_plan import Plan, RunError, last_commits
 from harness.store import Store
 from tests.harness import sample
 from tests.harness.checkout import ROOT

@@ -1,5 +1,6 @@
 """``python -m harness.run`` with asv itself, over a small repository."""
 
+import json
 import shutil
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,7 +20,7 @@ def history_of(checkout: Checkout) -> History:
 
 class Changed:
     """A repository of one commit with changes in its working tree, which are measured with a model of the user's: once,
-    and then again as far as something is missing.
+    and then again as far as something is missing, after asv's files were damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +33,19 @@ class Changed:
         command = ("-m", "harness.run", "--worktree", "--workload", "examples/own_model.py:build")
         self.first = self.checkout.run(*command, **UNCOMPILED)
         self.measured = history_of(self.checkout)
+        self._damage(self.checkout.root / "results")
         self.again = self.checkout.run(*command, "--resume", **UNCOMPILED)
+
+    def _damage(self, results: Path) -> None:
+        """No machine files, a list of benchmarks that ends in the middle, and results of a benchmark since renamed."""
+        (self.checkout.root.parent / "home" / ".asv-machine.json").unlink()
+        (results / "test-machine" / "machine.json").unlink()
+        listed = (results / "benchmarks.json").read_bytes()
+        (results / "benchmarks.json").write_bytes(listed[: len(listed) // 2])
+        (path,) = (results / "test-machine").glob("*-shared-py*.json")
+        kept = json.loads(path.read_text())
+        kept["results"]["training.Training.track_old_name"] = next(iter(kept["results"].values()))
+        path.write_text(json.dumps(kept))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +83,15 @@ def test_asv_keeps_its_results_when_nothing_is_missing(changed: Changed) -> None
     shown = changed.checkout.run("-m", "asv", "show", commit[:8]).stdout
     line = next(line for line in shown.splitlines() if "kitsune_trainstep_fp32" in line and "spirals-b64" in line)
     assert "n/a" not in line
+
+
+def test_what_was_damaged_of_asv_s_is_made_again(changed: Changed) -> None:
+    results = changed.checkout.root / "results"
+    assert "benchmarks.json.damaged: not valid JSON" in changed.again.stdout
+    for path in (results / "benchmarks.json", results / "test-machine" / "machine.json"):
+        assert json.loads(path.read_text())
+    published = changed.checkout.run("-m", "asv", "publish", "--no-pull")
+    assert published.returncode == 0, published.stdout
 
 
 def test_the_working_tree_can_be_compared(changed: Changed) -> None:
