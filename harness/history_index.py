@@ -100,20 +100,22 @@ class _Index:
 
 def series_values(history: History) -> dict[Key, Values]:
     """The values of each of Kitsune's forms, as users run them, where eager was timed beside it: in the order of the
-    commits, those without a value left out. Series are in the order in which they first appear.
+    commits, those without a value left out. Series are in the order in which they first appear. The index is of all
+    that was loaded, whatever part of it the history is.
 
     Rounds of a commit are pooled as in a comparison: those of the newest run's environment.
     """
-    index = _updated(history)
+    index = _updated(history.whole())
     position = {commit: place for place, commit in enumerate(history.commits)}
     commits = [commit for commit, _ in index.commits]
-    places = np.array([position[commit] for commit in commits], dtype=np.int64)[index.points["commit"]]
-    ordered = index.points[np.lexsort((places, index.points["series"]))]
+    places = np.array([position.get(commit, -1) for commit in commits], dtype=np.int64)[index.points["commit"]]
+    shown = index.points[places >= 0]
+    ordered = shown[np.lexsort((places[places >= 0], shown["series"]))]
     starts = np.searchsorted(ordered["series"], np.arange(len(index.series) + 1))
     return {
         key: Values(commits, ordered[start:end])
         for key, start, end in zip(index.series, starts, starts[1:], strict=False)
-        if start < end
+        if start < end and history.is_about(key[0].model)
     }
 
 

@@ -1,7 +1,8 @@
 """What is measured, and how thoroughly: every constant of the measurement stands here. Needs no torch.
 
 The quick profile answers "is Kitsune faster here, and was it before?" in minutes, and the sweep "at every batch size?"
-for one commit; the full profile leaves nothing out.
+for one commit; the full profile leaves nothing out. The check asks only "does everything run?", and its figures are
+not kept.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Literal
 from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
-Name = Literal["quick", "sweep", "full"]
+Name = Literal["quick", "sweep", "full", "check"]
 Until = Literal["rounds", "conclusive"]
 
 METHOD_VERSION = "1"
 """Raised when the method changes so that new results cannot be compared with older ones."""
 
-COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3}
-"""How many commits `make bench` and its like measure: HEAD and those before it."""
+COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3, "check": 1}
+"""How many commits are measured where none are named: HEAD and those before it."""
 
 STABLE_WITHIN = 0.05
 """Warming up ends when the last blocks' times differ by no more than this fraction."""
@@ -170,6 +171,11 @@ _LONG: Mapping[DeviceType, Effort] = {
     "cuda": Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),
 }
 
+_BRIEF: Mapping[DeviceType, Effort] = {
+    "cpu": Effort(2, (2, 3), 0.3, 0.02, 0.005, 0.1, 60.0, 240.0),
+    "cuda": Effort(2, (2, 3), 0.3, 0.01, 0.002, 0.2, 120.0, 420.0),
+}
+
 _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
     "cpu": ("eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"),
     "cuda": ("eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"),
@@ -186,6 +192,8 @@ _EARLIER = tuple(
 
 def effort(profile: Name, device_type: DeviceType) -> Effort:
     """How thoroughly this profile measures on this kind of device."""
+    if profile == "check":
+        return _BRIEF[device_type]
     return (_LONG if profile == "full" else _SHORT)[device_type]
 
 
@@ -195,6 +203,50 @@ def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
     if profile == "full":
         return on_device
     return tuple(case for case in on_device if case.model not in FULL_ONLY and (case.default or profile == "sweep"))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Names of cases and variants to measure, whether the profile has them or not; empty leaves it to the profile.
+
+    ``own`` are the cases of the user's own models; where there are any, they are measured instead of all others.
+    """
+
+    cases: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    own: tuple[Case, ...] = ()
+
+
+EVERYTHING = Selection()
+
+
+def check_selection(selection: Selection) -> None:
+    """Raises ValueError if it names what does not exist; the message says what does."""
+    cases = tuple(dict.fromkeys(case.name for case in selection.own or CASES))
+    for name in selection.cases:
+        if name not in cases:
+            raise ValueError(f"no case {name!r}; there are {', '.join(cases)}")
+    for name in selection.variants:
+        variants.get(name)
+
+
+def selected_cases(profile: Name, device_type: DeviceType, selection: Selection) -> tuple[Case, ...]:
+    """The cases to measure: those of the profile, or those that were named and exist on this kind of device."""
+    every = [case for case in selection.own or CASES if case.device_type == device_type]
+    if selection.cases:
+        return tuple(case for case in every if case.name in selection.cases)
+    if selection.own:
+        return tuple(case for case in every if case.default or profile in ("sweep", "full"))
+    return cases(profile, device_type)
+
+
+def selected_out(
+    profile: Name, case: Case, variant: variants.Variant, selection: Selection, *, at_head: bool
+) -> str | None:
+    """Why a variant of one of the selected cases is not measured; None if it is. What was named is."""
+    if not selection.variants:
+        return left_out(profile, case, variant, at_head=at_head)
+    return None if variant.name in selection.variants else "not asked for"
 
 
 def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) -> bool:
@@ -215,9 +267,12 @@ def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: b
     """Why a profile does not measure a variant of one of its cases; None if it does. The full profile measures all."""
     if profile == "full":
         return None
+    if profile == "check":
+        fits = case.device_type == "cuda" or (variant.precision == "fp32" and variant.cuda_only is None)
+        return None if fits and variant.name in _EARLIER else "not part of the check"
     if profile == "sweep":
         is_swept = variant.name in _SWEEP[case.device_type]
-        return None if is_swept else "not part of the sweep over batch sizes; `make bench-full` measures it"
+        return None if is_swept else "not part of the sweep over batch sizes; the full profile measures it"
     if case.device_type == "cuda":
         return None if at_head or variant.name in _EARLIER else "measured at HEAD only"
     return _left_out_on_cpu(case, variant, at_head)
@@ -230,5 +285,5 @@ def _left_out_on_cpu(case: Case, variant: variants.Variant, at_head: bool) -> st
     if variant.precision == "fp32" and variant.family in ("eager", "kitsune_dropin", "kitsune_trainstep"):
         return None
     if variant.name != "compile_fp32" or case.model != "mlp":
-        return "not part of the quick profile on the CPU; `make bench-full` measures it"
+        return "not part of the quick profile on the CPU; the full profile measures it"
     return None if at_head else "compiling takes too long for the quick profile on the CPU: measured at HEAD only"

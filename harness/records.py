@@ -30,6 +30,8 @@ class Run:
     """One invocation of the measurement on one commit.
 
     ``facts`` describe the machine and its software (device, driver, cuda, torch, python, …); ``started`` is in UTC.
+    ``snapshot_of`` is the commit under which the working tree that was measured lay; None for a commit of the history.
+    ``workloads`` are the user's own models among those measured: where each name was built from.
     """
 
     run: str
@@ -39,6 +41,8 @@ class Run:
     kitsune_file: str | None
     harness_file: str | None
     profile: str
+    snapshot_of: str | None
+    workloads: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ def _run(fields: Mapping[str, object]) -> Run:
         kitsune_file=_optional_text(fields, "kitsune_file"),
         harness_file=_optional_text(fields, "harness_file"),
         profile=_choice(fields, "profile", get_args(Name)),
+        snapshot_of=_optional_text(fields, "snapshot_of"),
+        workloads={} if fields.get("workloads") is None else _mapping(fields, "workloads"),
     )
 
 

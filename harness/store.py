@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -41,7 +41,6 @@ __all__ = [
     "Run",
     "Skip",
     "Store",
-    "write_whole",
 ]
 
 _SUFFIX = ".samples.jsonl"
@@ -76,6 +75,17 @@ class _Measured:
     profiles: tuple[Profile, ...]
     skips: tuple[Skip, ...]
 
+    def of_models(self, models: frozenset[str]) -> _Measured:
+        return _Measured(
+            self.runs,
+            tuple(entry for entry in self.rounds if entry.model in models),
+            tuple(entry for entry in self.profiles if entry.model in models),
+            tuple(entry for entry in self.skips if entry.model in models),
+        )
+
+
+_NOTHING = _Measured((), (), (), ())
+
 
 @dataclass(frozen=True)
 class History:
@@ -83,7 +93,8 @@ class History:
 
     ``commits`` are full hashes, oldest first: in the order of git's history where the results lie inside a checkout
     that knows them; commits it does not know come before those it knows, by the start of their first run. ``folder`` is
-    where the results of the machine lie.
+    where the results of the machine lie. A part of what was loaded (:meth:`without_snapshots`, :meth:`of_models`) reads
+    the same files.
     """
 
     machine: str
@@ -92,11 +103,39 @@ class History:
     damage: tuple[Damage, ...]
     _runs: Mapping[str, tuple[Run, ...]] = field(repr=False)
     _stamps: Mapping[str, Stamp] = field(repr=False)
-    _measured: Callable[[str], _Measured] = field(repr=False)
+    _measured: Callable[[str], _Measured] = field(repr=False, compare=False)
+    _models: frozenset[str] | None = None
 
     def stamp(self, commit: str) -> Stamp:
         """What the file of a measured commit is recognised by."""
         return self._stamps[commit]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of all rounds, in the order of the results."""
+        return tuple(dict.fromkeys(entry.model for commit in self.commits for entry in self.rounds(commit)))
+
+    def is_snapshot(self, commit: str) -> bool:
+        """Whether it is the state of a working tree and no commit of the history."""
+        return any(run.snapshot_of is not None for run in self.runs(commit))
+
+    def without_snapshots(self, but: Iterable[str] = ()) -> History:
+        """The history without states of the working tree, except these."""
+        kept = set(but)
+        commits = tuple(commit for commit in self.commits if commit in kept or not self.is_snapshot(commit))
+        return replace(self, commits=commits)
+
+    def of_models(self, models: Iterable[str]) -> History:
+        """The same runs, and of what they measured the part that concerns these models."""
+        return replace(self, _models=frozenset(models))
+
+    def is_about(self, model: str) -> bool:
+        """Whether rounds of this model belong to the history."""
+        return self._models is None or model in self._models
+
+    def whole(self) -> History:
+        """Everything that was loaded, of which this may be a part."""
+        return replace(self, commits=tuple(self._runs), _models=None)
 
     def runs(self, commit: str) -> tuple[Run, ...]:
         """The runs on a commit, earliest first; empty for a commit that was not measured."""
@@ -104,15 +143,21 @@ class History:
 
     def rounds(self, commit: str) -> tuple[Round, ...]:
         """The rounds of all runs on a commit, as written."""
-        return self._measured(commit).rounds if commit in self._runs else ()
+        return self._part(commit).rounds
 
     def profiles(self, commit: str) -> tuple[Profile, ...]:
         """The profiles of all runs on a commit, as written."""
-        return self._measured(commit).profiles if commit in self._runs else ()
+        return self._part(commit).profiles
 
     def skips(self, commit: str) -> tuple[Skip, ...]:
         """The skipped and failed variants of all runs on a commit, as written."""
-        return self._measured(commit).skips if commit in self._runs else ()
+        return self._part(commit).skips
+
+    def _part(self, commit: str) -> _Measured:
+        if commit not in self._runs:
+            return _NOTHING
+        found = self._measured(commit)
+        return found if self._models is None else found.of_models(self._models)
 
 
 class Store:
@@ -201,7 +246,31 @@ class Store:
             if found:
                 runs[commit], stamps[commit] = found, at
         catalogue.save()
-        return History(machine, folder, self._ordered(runs), tuple(damage), runs, stamps, self._reader(machine))
+        ordered = self._ordered(runs)
+        runs = {commit: runs[commit] for commit in ordered}
+        return History(machine, folder, ordered, tuple(damage), runs, stamps, self._reader(machine))
+
+    def set_asv_s_damage_aside(self, machine: str) -> tuple[Damage, ...]:
+        """Renames files of asv's that are no JSON to ``<name>.damaged``: asv would stop at them, and makes new ones.
+
+        Returns:
+            What was wrong, under the files' new names.
+
+        Raises:
+            ResultsError: a file cannot be renamed.
+        """
+        found = []
+        for path in sorted([*self.root.glob("*.json"), *(self.root / machine).glob("*.json")]):
+            problem = _problem_of_json(path)
+            if problem is None:
+                continue
+            aside = path.with_name(f"{path.name}.damaged")
+            try:
+                path.replace(aside)
+            except OSError as error:
+                raise ResultsError(path, f"is damaged ({problem}) and cannot be renamed ({error.strerror})") from error
+            found.append(Damage(aside, None, problem))
+        return tuple(found)
 
     def _reader(self, machine: str) -> Callable[[str], _Measured]:
         """What reads a commit's file, and remembers the last ones."""
@@ -317,6 +386,17 @@ def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:
         except RecordError as error:
             damage.append(Damage(path, number, str(error)))
     return _measured(path, numbered, damage), damage
+
+
+def _problem_of_json(path: Path) -> str | None:
+    """Why a file is no JSON object; None if it is one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON ({error})"
+    return None if isinstance(content, dict) else "not a JSON object"
 
 
 def _parsed(line: bytes, commit: str) -> Record:

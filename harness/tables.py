@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness import formats
+from harness.metrics import samples_of, word
 from harness.names import is_diagnostic, is_kitsune, label
-from harness.rows import Comparison, Parity, Row
+from harness.rows import Comparison, Contrast, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.variants import VARIANTS
@@ -66,7 +67,13 @@ class Table:
 
     def on(self, medium: Medium) -> Table:
         """The table with the columns that this medium shows."""
-        kept = [index for index in range(len(self.columns)) if self._is_shown(index, medium)]
+        return self._of([index for index in range(len(self.columns)) if self._is_shown(index, medium)])
+
+    def without(self, heading: str) -> Table:
+        """The table without the column of this heading."""
+        return self._of([index for index, column in enumerate(self.columns) if column.heading != heading])
+
+    def _of(self, kept: Sequence[int]) -> Table:
         columns = tuple(self.columns[index] for index in kept)
         return Table(columns, tuple(tuple(row[index] for index in kept) for row in self.rows))
 
@@ -166,6 +173,40 @@ def change_table(comparison: Comparison) -> Table:
         for entry in sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
     ]
     return Table(columns, (*lost, *changed))
+
+
+def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table:
+    """Metrics on two sides, what became worse first.
+
+    Args:
+        base: what to call the side of base.
+        head: what to call that of head.
+    """
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("metric", "what is compared", needless_if_same=True),
+        Column(base, "the value on this side", numeric=True),
+        Column(head, "the value on this side", numeric=True),
+        Column("change", f"{head} against {base}, with its 95% interval: positive takes more", numeric=True),
+        Column("verdict", "whether the whole interval lies beyond the margin, not by chance among so many rows"),
+        Column("margin", "what does not matter here: at least that of the metric, twice the noise", numeric=True),
+    )
+    rows = [
+        (
+            *_case_cells(entry.case),
+            Cell(entry.precision),
+            Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
+            Cell(entry.metric),
+            Cell(_in_unit(entry.base, entry.unit), entry.base),
+            Cell(_in_unit(entry.head, entry.unit), entry.head),
+            Cell(formats.change(entry.ratio, samples_of(entry.metric)), entry.ratio.ratio),
+            Cell(word(entry.metric, entry.verdict), tone=_VERDICT_TONES[entry.verdict]),
+            Cell(formats.share(entry.margin), entry.margin),
+        )
+        for entry in sorted(contrasts, key=lambda contrast: contrast.verdict is not Verdict.SLOWER)
+    ]
+    return Table(columns, tuple(rows))
 
 
 def skip_table(comparison: Comparison) -> Table:
@@ -411,6 +452,12 @@ def _damage_cells(problems: Sequence[tuple[int | None, str]]) -> tuple[Cell, Cel
     if line is None:
         return Cell("the whole file", tone=Tone.BAD), Cell(problem)
     return Cell(formats.counted(len(problems), "line"), tone=Tone.BAD), Cell(f"line {line}: {problem}")
+
+
+def _in_unit(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return formats.size(int(value))
+    return formats.seconds(value) if unit == "s" else f"{formats.ratio(value)}×"
 
 
 def _fact(value: object) -> str:

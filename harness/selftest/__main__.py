@@ -20,17 +20,17 @@ from datetime import datetime, timezone
 from itertools import count, cycle, islice
 from pathlib import Path
 
-from harness import environment, profiles, variants
+from harness import environment, profiles, project, variants
 from harness.conclusive import MARGIN
 from harness.measure import Probe, probe
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case, Effort
+from harness.project import ProjectError
 from harness.selftest import judges, outcome
 from harness.selftest.arms import ArmsJob, ArmsResult, measure_arms
 from harness.selftest.judges import ArmSamples
 from harness.selftest.outcome import HARNESS, JudgedRow
 
-_ROOT = Path(__file__).resolve().parents[2]
 _INTERRUPTED = 130
 _PROBE_SECONDS = 300.0
 
@@ -81,12 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "margin": plan.margin,
             "effort": asdict(plan.effort),
         }
-        path = outcome.write(options.results / machine, f"{started:%Y%m%dT%H%M%SZ}", document, rows)
+        path = outcome.write(
+            (options.results or project.here().results) / machine, f"{started:%Y%m%dT%H%M%SZ}", document, rows
+        )
     except KeyboardInterrupt:
         print("\nInterrupted: nothing is kept.", file=sys.stderr)
         return _INTERRUPTED
-    except (ValueError, OSError, ProcessFailed) as error:
-        print(f"harness.selftest: {error}", file=sys.stderr)
+    except (ProjectError, ValueError, OSError, ProcessFailed) as error:
+        print(f"{__package__}: {error}", file=sys.stderr)
         return 2
     for line in table(rows):
         print(line)
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m harness.selftest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = ", ".join(case.name for case in profiles.CASES if case.device_type == "cpu")
     parser.add_argument("--models", nargs="+", metavar="CASE", help=f"cases to measure, such as {names.split(', ')[0]}")
@@ -109,9 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=_positive, metavar="N", help="the most rounds of each commit (default: 8)")
     parser.add_argument("--margin", type=_margin, default=MARGIN, help="the least margin (default: %(default)s)")
-    parser.add_argument(
-        "--results", type=Path, default=_ROOT / "results", metavar="DIR", help="results folder (%(default)s)"
-    )
+    parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: this project's)")
     return parser
 
 
@@ -262,8 +262,8 @@ def table(rows: Sequence[JudgedRow]) -> Iterator[str]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out; None outside a checkout."""
-    command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
+    """The commit that is checked out; None where there is none."""
+    command = ["git", "-C", str(project.here().root), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     return done.stdout.strip() or None
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from harness.changepoints import find_changes
 from harness.simulation import histories, rivals
 from harness.simulation.histories import COMMITS, NOISES, SHAPES, UNCHANGED, History
-from harness.store import write_whole
+from harness.whole_files import write_whole
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "change_points.md"
 BEGIN, END = "<!-- made by python -m harness.simulation -->", "<!-- end of what it made -->"

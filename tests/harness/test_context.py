@@ -82,3 +82,21 @@ def test_sampling_is_the_profile_s_unless_it_is_told() -> None:
 def test_unusable_limits_are_named(name: str, value: str) -> None:
     with pytest.raises(context.ContextError, match=f"{name} is '{value}'"):
         context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, name: value})
+
+
+def test_what_is_measured_can_be_narrowed_down() -> None:
+    variables = {
+        "HARNESS_HEAD": "b" * 40, "HARNESS_CASES": "mlp-b64 lenet-b64", "HARNESS_VARIANTS": "eager_fp32",
+        "HARNESS_RESUME": "1", "HARNESS_RESULTS": "/elsewhere",
+    }  # fmt: skip
+    found = context.from_environment({**ASV, **variables})
+    assert found.selection == profiles.Selection(("mlp-b64", "lenet-b64"), ("eager_fp32",))
+    assert found.resume
+    assert found.results == Path("/elsewhere")
+    assert [case.name for case in found.cases("cpu")] == ["mlp-b64", "lenet-b64"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("CASES", "no case 'x'; there are"), ("VARIANTS", "no variant 'x'")])
+def test_unknown_names_are_told(name: str, words: str) -> None:
+    with pytest.raises(context.ContextError, match=words):
+        context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, f"HARNESS_{name}": "x"})

@@ -122,3 +122,23 @@ def test_results_of_machines_and_branches_are_merged_by_copying_files(tmp_path: 
     assert [value.commit for value in found] == [f"{number:040x}" for number in (1, 2, 3)]
     assert Store(here).machines() == [MACHINE, "other"]
     assert [len(found) for found in values(here, "other").values()] == [1]
+
+
+def test_a_part_of_a_history_reads_the_index_of_the_whole(tmp_path: Path, reads: list[str]) -> None:
+    commits = [write(tmp_path, number) for number in (1, 2, 3)]
+    facts = {"device": "x", "torch": "2.13.0"}
+    lenet = sample.case_fields("lenet", 64, "cpu")
+    seconds = {"eager_fp32": [1e-3, 1e-3], "kitsune_dropin_fp32": [5e-4, 5e-4]}
+    run = sample.run_record("s", commits[1], facts, started=datetime(2026, 1, 2, tzinfo=timezone.utc))
+    rounds = [sample.round_record("s", 0, case, seconds) for case in (CASE, lenet)]
+    Store(tmp_path).append(MACHINE, commits[1], [{**run, "snapshot_of": commits[0]}, *rounds])
+    history = Store(tmp_path).load(MACHINE)
+
+    (part,) = series_values(history.of_models(["lenet"])).values()
+    assert [value.commit for value in part] == [commits[1]]
+    reads.clear()
+    (committed,) = series_values(history.without_snapshots()).values()
+    assert [value.commit for value in committed] == [commits[0], commits[2]]
+    everything = {case.model: [value.commit for value in found] for (case, _), found in series_values(history).items()}
+    assert everything == {"mlp": commits, "lenet": [commits[1]]}
+    assert reads == []

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.store import ResultsError, Store, write_whole
+from harness.store import ResultsError, Store
+from harness.whole_files import write_whole
 from tests.harness import sample
 
 MACHINE = "machine"
