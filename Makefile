@@ -6,6 +6,7 @@
 # Name an interpreter with PYTHON, for example: make test PYTHON=python3.12
 
 PYTHON_ENV ?= venv
+UNTIL ?= rounds
 
 FITS := -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))'
 
@@ -33,13 +34,13 @@ IN_PARALLEL = $$($(RUN) -c 'import importlib.util as util; print("-n auto --dist
 .PHONY: bench bench-sweep bench-full test test-full lint report clean help interpreter
 
 bench: $(READY) ## Measure the last commits, compare, and write the report (minutes)
-	$(RUN) -m harness.bench
+	$(RUN) -m harness.run --until $(UNTIL) --report report.html
 
 bench-sweep: $(READY) ## Measure HEAD at all batch sizes of the small models
-	$(RUN) -m harness.bench --profile sweep
+	$(RUN) -m harness.run --profile sweep --until $(UNTIL) --report report.html
 
 bench-full: $(READY) ## The same with every model, variant and batch size (much longer)
-	$(RUN) -m harness.bench --profile full
+	$(RUN) -m harness.run --profile full --until $(UNTIL) --report report.html
 
 test: $(READY) ## Run the tests: no GPU and no network needed
 	$(RUN) -m pytest $(IN_PARALLEL)
@@ -64,6 +65,7 @@ help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON_ENV=system  use the present interpreter and install nothing (default: .venv)"
+	@echo "  UNTIL=conclusive   measure more rounds, up to a bound, where a verdict is inconclusive (default: rounds)"
 	@echo "  PYTHON=...         the interpreter to use (default: $(or $(PYTHON),none found))"
 
 interpreter:

@@ -1,7 +1,9 @@
 """asv's environment for this project: it shares torch and everything else with the Python that runs asv.
 
-Only ``kitsune`` comes from the commit under test. ``harness`` and ``models`` are the working tree's, so that every
-commit is measured by the same instrument. Nothing is built, installed or downloaded; making one takes a second.
+In a checkout of Kitsune only ``kitsune`` comes from the commit under test; ``harness`` and ``models`` are the working
+tree's, so that every commit is measured by the same instrument. In a project elsewhere everything of its own comes from
+the commit, and harness and Kitsune are the installed ones. Nothing is built, installed or downloaded; making an
+environment takes a second.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import sys
 import sysconfig
 import venv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from asv import environment, util
 from asv.machine import Machine
 
 from harness.environment import MachineFileError, write_asv_machine_file
+from harness.project import of_configuration
 
 _FROM_COMMIT = "kitsune"
 _FROM_TREE = ("harness", "models")
@@ -36,9 +39,10 @@ def setup() -> None:
 class SharedEnvironment(environment.Environment):
     """A virtual environment without packages of its own.
 
-    Its path holds, in this order: a folder of links to the commit's ``kitsune`` and the working tree's ``harness`` and
-    ``models``, then every package folder of the Python that runs asv. A commit without ``kitsune`` leaves a link that
-    leads nowhere, so that the working tree's is not found in its place.
+    For Kitsune its path holds, in this order: a folder of links to the commit's ``kitsune`` and the working tree's
+    ``harness`` and ``models``, then every package folder of the Python that runs asv. A commit without ``kitsune``
+    leaves a link that leads nowhere, so that the working tree's is not found in its place. For a project elsewhere the
+    commit's checkout and the ``src`` in it stand first.
     """
 
     tool_name: str = "shared"  # type: ignore[assignment]  # asv types its base class's as None
@@ -56,7 +60,7 @@ class SharedEnvironment(environment.Environment):
                 f"Python {python} was asked for, but packages are shared with the Python {_running_version()} of asv"
             )
         self._requirements = requirements  # asv's constructor reads it
-        self._root = Path.cwd()  # asv has changed to its configuration's folder
+        self._measured = of_configuration(Path.cwd())  # asv has changed to its configuration's folder
         super().__init__(conf, _running_version(), requirements, tagged_env_vars)  # type: ignore[no-untyped-call]
         self._base_requirements: dict[str, str] = {}  # asv would install its own packages
 
@@ -76,11 +80,12 @@ class SharedEnvironment(environment.Environment):
     def _setup(self) -> None:
         folder = Path(self._path)
         venv.EnvBuilder(with_pip=False, symlinks=True, clear=True).create(folder)
-        links = self._links()
-        links.mkdir()
-        (links / _FROM_COMMIT).symlink_to(folder / "project" / _FROM_COMMIT)
-        for package in _FROM_TREE:
-            (links / package).symlink_to(self._root / package)
+        if self._measured.is_kitsune:
+            links = self._links()
+            links.mkdir()
+            (links / _FROM_COMMIT).symlink_to(folder / "project" / _FROM_COMMIT)
+            for package in _FROM_TREE:
+                (links / package).symlink_to(self._measured.root / package)
         self._path_file().write_text(self._path_file_text(), encoding="utf-8")
         pip = folder / "bin" / "pip"  # asv takes an environment without one for damaged
         pip.write_text("#!/bin/sh\necho 'packages are shared: install into the Python that runs asv' >&2; exit 1\n")
@@ -98,18 +103,27 @@ class SharedEnvironment(environment.Environment):
         return Path(packages) / "shared.pth"
 
     def _path_file_text(self) -> str:
-        """Lines of a .pth file: the links, then the host's package folders with their own .pth files."""
-        shared = [f"import site; site.addsitedir({str(folder)!r})" for folder in _host_packages(self._root)]
-        return "\n".join([str(self._links()), *shared]) + "\n"
+        """Lines of a .pth file: what comes from the commit, then the host's package folders with their own .pth files.
+
+        Of the folders of a project elsewhere those that do not exist yet are put in too, which a plain line would not.
+        """
+        checkout = Path(self._path) / "project"
+        own = [checkout, checkout / "src"]
+        first = (
+            [str(self._links())] if self._measured.is_kitsune else [f"import sys; sys.path += {list(map(str, own))}"]
+        )
+        not_shared = {self._measured.root, self._measured.root / "src", self._measured.home}
+        shared = [f"import site; site.addsitedir({str(folder)!r})" for folder in _host_packages(not_shared)]
+        return "\n".join([*first, *shared]) + "\n"
 
 
 def _running_version() -> str:
     return f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _host_packages(root: Path) -> list[Path]:
-    """The package folders on this Python's path: all of it but the standard library and the working tree."""
+def _host_packages(but: Iterable[Path]) -> list[Path]:
+    """The package folders on this Python's path: all of it but the standard library and these folders."""
     own = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
-    own |= {folder / "lib-dynload" for folder in own} | {root.resolve()}
+    own |= {folder / "lib-dynload" for folder in own} | {folder.resolve() for folder in but}
     folders = [Path(entry).resolve() for entry in sys.path if entry and Path(entry).is_dir()]
     return [folder for folder in dict.fromkeys(folders) if folder not in own]

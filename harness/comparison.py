@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
 from harness.breakdown import breakdowns
+from harness.conclusive import MARGIN
 from harness.fusions import step_fusions
+from harness.history_index import Value, series_values
+from harness.level_changes import environment_changes, environment_of, level_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
-from harness.selection import measurement as measurement_of
+from harness.selftest import outcome
 from harness.stats import (
     Estimate,
     Verdict,
+    benchmark_noise,
     break_even_steps,
     compare_ratios,
     geometric_mean,
+    judge,
     loss_gap,
+    noise_margin,
     paired_ratio,
+    repeat_noise,
+    round_noise,
     typical_seconds,
-    verdict,
 )
 from harness.store import History, Profile
 from harness.stream_gains import stream_gains
 from harness.timelines import timeline
 
-DEFAULT_MARGIN = 0.03
-"""Relative difference in time that does not matter; also the bound within which Kitsune must stay behind a peer."""
+DEFAULT_MARGIN = MARGIN
+"""Relative difference in time that does not matter in any benchmark; noise may widen it for single ones."""
 
 LOSS_TOLERANCE = 0.05
 """Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
@@ -52,7 +61,7 @@ def compare(
         base: the older revision; None for the measured commit before head, if there is one.
         head: the newer revision; None for the newest measured commit.
         folder: where to ask git about revisions and commit subjects: the results folder.
-        margin: the relative difference in time that does not matter.
+        margin: the relative difference in time that does not matter; wider for benchmarks whose noise is.
 
     Raises:
         ComparisonError: the comparison cannot be formed.
@@ -62,8 +71,9 @@ def compare(
     if not newer.rounds:
         raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
     commits = _commits(history, folder)
-    rows = tuple(row for case in newer.rounds for row in _case_rows(newer, case, margin))
-    changes = () if older is None else _changes(older, newer, margin)
+    rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
+    series = _history(history, commits)
+    changes = () if older is None else _changes(older, newer, series, margin)
     stages = breakdowns(newer)
     timelines = tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune)
     return Comparison(
@@ -78,13 +88,16 @@ def compare(
         lost=() if older is None else _lost(older, newer),
         summaries=_summaries(rows),
         skips=_skip_groups(newer),
-        history=_history(history, commits),
+        history=series,
+        environment_changes=environment_changes(
+            list(commits.values()), {commit: history.runs(commit)[-1].facts for commit in history.commits}
+        ),
         losses=_losses(newer),
         breakdowns=stages,
         timelines=timelines,
         stream_gains=stream_gains(stages, timelines, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
-        notes=_notes(older, newer, changes),
+        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin)),
         damage=history.damage,
     )
 
@@ -112,7 +125,6 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     peer = _best_peer(measured, case, variant, seconds) if is_product(variant) else None
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
-    judged = None if ratio is None else verdict(ratio, margin)
     gap, parity = _parity(profile, measured.profiles.get((case, BASELINE)))
     return Row(
         case=case,
@@ -123,12 +135,14 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         rounds=sum(variant in entry.blocks for entry in measured.rounds[case]),
         reference=reference,
         ratio=ratio,
-        verdict=judged,
+        margin=_margin(measured, case, variant, reference, margin),
+        verdict=None,
         best_peer=peer,
         peer_ratio=peer_ratio,
-        peer_verdict=None if peer_ratio is None else verdict(peer_ratio, margin),
+        peer_margin=_margin(measured, case, variant, peer, margin),
+        peer_verdict=None,
         setup_s=None if profile is None else profile.setup_s,
-        break_even_steps=_break_even(measured, case, variant, seconds) if judged in _CLEAR else None,
+        break_even_steps=_break_even(measured, case, variant, seconds),
         allocated_bytes=None if profile is None else profile.peak_allocated_bytes,
         reserved_bytes=None if profile is None else profile.peak_reserved_bytes,
         rss_bytes=None if profile is None else profile.peak_rss_bytes,
@@ -136,6 +150,32 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
     )
+
+
+def _judged(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows with their verdicts, which depend on how many there are."""
+    against_eager = _verdicts([row.ratio for row in rows], [row.margin for row in rows])
+    against_peers = _verdicts([row.peer_ratio for row in rows], [row.peer_margin for row in rows])
+    return tuple(
+        replace(
+            row,
+            verdict=judged,
+            peer_verdict=peer_judged,
+            break_even_steps=row.break_even_steps if judged in _CLEAR else None,
+        )
+        for row, judged, peer_judged in zip(rows, against_eager, against_peers, strict=True)
+    )
+
+
+def _verdicts(ratios: Sequence[Estimate | None], margins: Sequence[float]) -> list[Verdict | None]:
+    known = [(ratio, margin) for ratio, margin in zip(ratios, margins, strict=True) if ratio is not None]
+    judged = iter(judge([ratio for ratio, _ in known], [margin for _, margin in known]))
+    return [None if ratio is None else next(judged) for ratio in ratios]
+
+
+def _margin(measured: Measurement, case: Case, variant: str, reference: str | None, least: float) -> float:
+    pairs = [] if reference is None else measured.pairs(case, variant, reference)
+    return noise_margin(round_noise(pairs) if pairs else None, least)
 
 
 def _reference(variant: str, variants: Mapping[str, float]) -> str | None:
@@ -189,14 +229,15 @@ def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | 
     return gap, Parity.AGREES if abs(gap) <= LOSS_TOLERANCE else Parity.DIFFERS
 
 
-def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Change, ...]:
-    changes = []
+def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], margin: float) -> tuple[Change, ...]:
+    noise = {(series.case, series.variant): series.noise for series in history}
+    changes: list[Change] = []
     for case in newer.rounds:
         for variant in sorted(filter(is_product, newer.variants(case)), key=order):
             control = _control(older, newer, case, variant)
             if control is not None:
                 head, base = newer.pairs(case, variant, control), older.pairs(case, variant, control)
-                ratio = compare_ratios(head, base)
+                own_noise = benchmark_noise(noise.get((case, variant)), round_noise(head, base))
                 changes.append(
                     Change(
                         case=case,
@@ -205,11 +246,13 @@ def _changes(older: Measurement, newer: Measurement, margin: float) -> tuple[Cha
                         control=control,
                         base=paired_ratio(base),
                         head=paired_ratio(head),
-                        ratio=ratio,
-                        verdict=verdict(ratio, margin),
+                        ratio=compare_ratios(head, base),
+                        margin=noise_margin(own_noise, margin),
+                        verdict=Verdict.INCONCLUSIVE,
                     )
                 )
-    return tuple(changes)
+    judged = judge([change.ratio for change in changes], [change.margin for change in changes])
+    return tuple(replace(change, verdict=found) for change, found in zip(changes, judged, strict=True))
 
 
 def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
@@ -254,8 +297,8 @@ def _summaries(rows: Sequence[Row]) -> tuple[Summary, ...]:
         members = [row for row in timed if row.case in shared]
         if not members:
             continue
-        eager = [1 / row.ratio.ratio for row in members if row.ratio is not None]
-        peers = [1 / row.peer_ratio.ratio for row in members if row.peer_ratio is not None]
+        eager = [row.ratio.inverted() for row in members if row.ratio is not None]
+        peers = [row.peer_ratio.inverted() for row in members if row.peer_ratio is not None]
         summaries.append(
             Summary(
                 variant=variant,
@@ -291,19 +334,38 @@ def _skip_groups(measured: Measurement) -> tuple[SkipGroup, ...]:
 
 
 def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, ...]:
-    points: dict[tuple[Case, str], list[Point]] = {}
-    for commit in history.commits:
-        measured = measurement_of(history, commit)
-        for case in measured.rounds:
-            for variant in filter(is_product, measured.variants(case)):
-                ratio = _ratio(measured, case, variant, reference_of(variant))
-                if ratio is not None:
-                    point = Point(commits[commit], ratio, _seconds(measured, case, variant))
-                    points.setdefault((case, variant), []).append(point)
-    return tuple(
-        Series(case, variant, precision_of(variant), tuple(points[case, variant]))
-        for case, variant in sorted(points, key=lambda key: order(key[1]))
-    )
+    environments = {commit: environment_of(history.runs(commit)[-1].facts) for commit in history.commits}
+    position = {commit: place for place, commit in enumerate(history.commits)}
+    series = []
+    for (case, variant), values in sorted(series_values(history).items(), key=lambda item: order(item[0][1])):
+        measured = [commits[commit] for commit in values.commits]
+        changes = level_changes(measured, values.ratios, environments, position)
+        noise = repeat_noise(values.ratios)
+        series.append(Series(case, variant, precision_of(variant), _Points(values, commits), changes, noise))
+    return tuple(series)
+
+
+class _Points(Sequence[Point]):
+    """The points of values, which are made as they are looked at."""
+
+    def __init__(self, values: Sequence[Value], commits: Mapping[str, Commit]) -> None:
+        self._values = values
+        self._commits = commits
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Point]: ...
+
+    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
+        if isinstance(index, slice):
+            return _Points(self._values[index], self._commits)
+        value = self._values[index]
+        return Point(self._commits[value.commit], value.ratio, value.seconds)
 
 
 def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
@@ -315,6 +377,13 @@ def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
     )
 
 
+def _error_rates(history: History, newer: Measurement, margin: float) -> list[str]:
+    """How often verdicts like these are wrong, where self-tests have measured it in this environment."""
+    rows, problems = outcome.load(history.folder, newer.facts, margin)
+    told = outcome.sentence(rows, margin)
+    return ([] if told is None else [told]) + problems
+
+
 def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Change]) -> tuple[str, ...]:
     notes = []
     if newer.left_out:
@@ -322,6 +391,11 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
         notes.append(
             f"{len(newer.left_out)} earlier run(s) of {newer.commit[:8]} in another environment are left out"
             f" (they differ in {', '.join(differing)})"
+        )
+    turns = sum(entry.throttled for rounds in newer.rounds.values() for entry in rounds)
+    if turns:
+        notes.append(
+            f"the GPU was throttled in {turns} turn(s) at {newer.commit[:8]}; they are left out where others exist"
         )
     if older is None:
         notes.append("no earlier commit is measured on this machine, so no change can be judged")

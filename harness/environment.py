@@ -18,7 +18,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from harness.store import write_whole
+from harness.whole_files import write_whole
 
 _NAME_VARIABLE = "HARNESS_MACHINE"
 _ASV_MACHINE_FILE = Path("~/.asv-machine.json")

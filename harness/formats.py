@@ -46,12 +46,22 @@ def ratio_with_interval(estimate: Estimate | None) -> str:
     return f"{estimate.ratio:.{decimals}f} [{estimate.low:.{decimals}f}, {estimate.high:.{decimals}f}]"
 
 
-def change(estimate: Estimate) -> str:
-    """A ratio of times as a change in percent: "+5.2% [+4.1, +6.3]"."""
-    centre = f"{_percent(estimate.ratio)}%"
+def change(estimate: Estimate, single: str = "one round") -> str:
+    """A ratio as a change in percent: "+5.2% [+4.1, +6.3]"; without an interval, what there was a ``single`` one of."""
+    centre = percent_change(estimate.ratio)
     if not estimate.has_interval:
-        return f"{centre} (one round)"
+        return f"{centre} ({single})"
     return f"{centre} [{_percent(estimate.low)}, {_percent(estimate.high)}]"
+
+
+def percent_change(ratio: float) -> str:
+    """A ratio as a change in percent: "+5.2%"."""
+    return f"{_percent(ratio)}%"
+
+
+def share(fraction: float) -> str:
+    """A fraction in percent: "3.0%"."""
+    return f"{100 * fraction:.1f}%"
 
 
 def loss(gap: float | None, parity: Parity | None) -> str:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import gc
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
-from harness import allocator, caches, environment, memory, profiles, variants
+from harness import allocator, caches, environment, memory, profiles, sensors, variants
 from harness.failures import describe
+from harness.names import reference_of
 from harness.profiles import Case, Effort
 from harness.timer import BlockTime, synchronize, time_block
+from harness.turns import Ending, Limits, take_turns
 from harness.variants.availability import unavailable
 from harness.variants.building import start
 from harness.variants.training import Training, prepare
@@ -59,7 +62,7 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class RoundJob:
-    """Variants of a case, timed in turns. ``round`` shifts which of them comes first."""
+    """Variants of a case, timed in turns. ``round`` shifts which of them is made first, and draws other orders."""
 
     case: Case
     tasks: tuple[Task, ...]
@@ -86,11 +89,20 @@ class ProfileResult:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Block times of every variant that ran through, in the order of turns, and why the others did not."""
+    """Block times of every variant that ran through, in the order of turns, and why the others did not.
+
+    ``throttled`` are the numbers of the turns in which the GPU was; ``ended`` and ``half_width`` are those of
+    :class:`harness.turns.Taken`. ``gpu`` and ``host`` say what was going on meanwhile, as :mod:`harness.sensors` does.
+    """
 
     steps_per_block: int
     blocks: Mapping[str, tuple[BlockTime, ...]]
     failures: Mapping[str, str]
+    throttled: tuple[int, ...] = ()
+    ended: Ending = "turns"
+    half_width: float = math.inf
+    gpu: Mapping[str, object] = field(default_factory=dict)
+    host: Mapping[str, object] = field(default_factory=dict)
 
 
 def probe(kitsune_root: Path | None, note: Callable[[str], None]) -> Probe:
@@ -110,7 +122,7 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
         Exception: whatever the variant raises.
     """
     variant = variants.get(job.task.variant)
-    device = _begin(job.case)
+    device = begin_device(job.case)
     cold = caches.is_cold(job.task.caches)
     caches.use(job.task.caches)
     note(f"preparing {variant.name}")
@@ -120,7 +132,7 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     losses = _Losses(job.case.loss_steps)
     begin = time.perf_counter()
     training = start(variant, ingredients)
-    _settle(training, losses.step, job.effort.settle_seconds)
+    settle(training, losses.step, job.effort.settle_seconds)
     synchronize(device)
     setup_s = time.perf_counter() - begin
     note(f"running {variant.name} in its steady state")
@@ -140,11 +152,12 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
 
 
 def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
-    """Times the variants in turns: each turn has one block of each, and every other turn goes backwards.
+    """Times the variants in turns until their ratios to eager are known narrowly enough or the budget is spent.
 
-    A variant that raises leaves the round; what it raised is in the result.
+    A variant that raises leaves the round; what it raised is in the result. A turn in which the GPU was throttled is
+    marked and, a bounded number of times, repeated. The orders of the turns follow from the case and the round.
     """
-    device = _begin(job.case)
+    device = begin_device(job.case)
     os.environ["TORCH_WARM_POOL"] = "0"  # all is compiled already; Inductor's idle workers would take cores
     failures: dict[str, str] = {}
     ready: dict[str, tuple[Training, float]] = {}
@@ -155,23 +168,36 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
     if not ready:
         return RoundResult(1, {}, failures)
     trainings = {name: training for name, (training, _) in ready.items()}
-    steps, turns = _size([seconds for _, seconds in ready.values()], job.effort)
+    steps = steps_per_block([seconds for _, seconds in ready.values()], job.effort)
     gc.collect()
     gc.freeze()
-    blocks: dict[str, list[BlockTime]] = {name: [] for name in trainings}
-    for turn in range(turns):
-        order = list(trainings) if turn % 2 == 0 else list(reversed(trainings))
-        for name in order:
-            if name in failures:
-                continue
-            note(name)
-            with _excluded_if_failing(name, failures, device):
-                blocks[name].append(_block(trainings[name], steps, device))
-    completed = {name: tuple(times) for name, times in blocks.items() if name not in failures}
-    return RoundResult(steps, completed, failures)
+
+    def block(name: str) -> BlockTime | None:
+        note(name)
+        with _excluded_if_failing(name, failures, device):
+            return timed_block(trainings[name].run, steps, device)
+        return None
+
+    gpu, host = sensors.watch(device.type), sensors.HostWatch()
+    taken = take_turns(
+        list(trainings),
+        block,
+        pairs=[(name, reference_of(name)) for name in trainings if name != reference_of(name)],
+        limits=limits(job.effort),
+        is_throttled=gpu.is_throttled,
+        rng=random.Random(f"{job.case.name} {job.round}"),
+    )
+    return RoundResult(
+        steps, taken.blocks, failures, taken.throttled, taken.ended, taken.half_width, gpu.summary(), host.summary()
+    )
 
 
-def _begin(case: Case) -> torch.device:
+def limits(effort: Effort) -> Limits:
+    """When a round of this effort ends."""
+    return Limits(effort.turns, effort.timed_seconds, effort.narrow_within, effort.throttle_retries)
+
+
+def begin_device(case: Case) -> torch.device:
     """Starts the device and sets the switches that are the same for all variants."""
     device = torch.device(case.device_type)
     torch.backends.cudnn.benchmark = True
@@ -188,11 +214,11 @@ def _make_ready(job: RoundJob, task: Task, device: torch.device) -> tuple[Traini
     variant = variants.get(task.variant)
     caches.use(task.caches)
     training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
-    _settle(training, lambda training: training.run(1), job.effort.settle_seconds)
-    return training, _warm_up(training, device, job.effort.warm_up_seconds)
+    settle(training, lambda training: training.run(1), job.effort.settle_seconds)
+    return training, warm_up(training, device, job.effort.warm_up_seconds)
 
 
-def _settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
+def settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
     """Steps, at least one, until the training is in its steady state or the time is up."""
     deadline = time.monotonic() + seconds
     step(training)
@@ -200,7 +226,7 @@ def _settle(training: Training, step: Callable[[Training], object], seconds: flo
         step(training)
 
 
-def _warm_up(training: Training, device: torch.device, seconds: float) -> float:
+def warm_up(training: Training, device: torch.device, seconds: float) -> float:
     """Runs until the last blocks agree or the time is up; the seconds per step of the fastest of them."""
     deadline = time.monotonic() + seconds
     times = [time_block(training.run, 1, device).wall_s]
@@ -215,18 +241,16 @@ def _stable(times: Sequence[float]) -> bool:
     return len(last) == profiles.STABLE_BLOCKS and max(last) <= min(last) * (1 + profiles.STABLE_WITHIN)
 
 
-def _size(step_seconds: Sequence[float], effort: Effort) -> tuple[int, int]:
-    """Steps per block and number of turns for variants whose steps take so long."""
+def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
+    """Steps per block for variants whose steps take so long."""
     wanted = max(effort.block_seconds / max(step_seconds), effort.shortest_block_seconds / min(step_seconds))
-    steps = max(1, math.ceil(wanted))
-    affordable = int(effort.timed_seconds / (steps * sum(step_seconds)))
-    fewest, most = effort.turns
-    return steps, min(max(affordable, fewest), most)
+    return max(1, math.ceil(wanted))
 
 
-def _block(training: Training, steps: int, device: torch.device) -> BlockTime:
+def timed_block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
+    """One block of so many steps, behind a lead-in where it is long enough for one."""
     lead_in = profiles.LEAD_IN_STEPS[device.type] if steps >= profiles.LEAD_IN_FROM_STEPS else 0
-    return time_block(training.run, steps, device, lead_in=lead_in)
+    return time_block(run, steps, device, lead_in=lead_in)
 
 
 def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:

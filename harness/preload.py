@@ -7,6 +7,6 @@ whether there is one.
 import torch
 import torch._dynamo
 
-import harness.measure
+from harness import measure
 
-__all__ = ["harness", "torch"]
+__all__ = ["measure", "torch"]

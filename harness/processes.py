@@ -27,7 +27,7 @@ Note = Callable[[str], None]
 Method = Literal["forkserver", "spawn"]
 
 _FAREWELL_SECONDS = 5.0
-_PRELOAD = ["harness.preload"]
+_PRELOAD = [f"{__package__}.preload"]
 
 
 class ProcessFailed(Exception):

@@ -1,29 +1,36 @@
 """What is measured, and how thoroughly: every constant of the measurement stands here. Needs no torch.
 
 The quick profile answers "is Kitsune faster here, and was it before?" in minutes, and the sweep "at every batch size?"
-for one commit; the full profile leaves nothing out.
+for one commit; the full profile leaves nothing out. The check asks only "does everything run?", and its figures are
+not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
-Name = Literal["quick", "sweep", "full"]
+Name = Literal["quick", "sweep", "full", "check"]
+Until = Literal["rounds", "conclusive"]
 
 METHOD_VERSION = "1"
 """Raised when the method changes so that new results cannot be compared with older ones."""
 
-COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3}
-"""How many commits `make bench` and its like measure: HEAD and those before it."""
+COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3, "check": 1}
+"""How many commits are measured where none are named: HEAD and those before it."""
 
 STABLE_WITHIN = 0.05
 """Warming up ends when the last blocks' times differ by no more than this fraction."""
 STABLE_BLOCKS = 3
+NARROW_WITHIN = 0.005
+"""A round ends early once the interval of each ratio to eager within it is no wider, half of it, as a logarithm: what
+is left is small beside what processes differ by, and another round tells more than another turn."""
+THROTTLE_RETRIES = 5
+"""How many turns of a round are repeated at most because the GPU was throttled in them."""
 WARM_UP_BLOCK_SECONDS = 0.02
 
 LEAD_IN_FROM_STEPS = 4
@@ -111,6 +118,9 @@ class Effort:
         warm_up_seconds: the longest a variant is warmed up.
         settle_seconds: the longest a variant may take to reach its steady state.
         process_seconds: after so long a process is taken for hung.
+        narrow_within: a round ends, after its fewest turns, once the half-widths of its ratios' intervals are this.
+        throttle_retries: how many turns of a round are repeated at most.
+        most_rounds: how many rounds there may be where more are asked for until verdicts are conclusive.
     """
 
     rounds: int
@@ -121,6 +131,35 @@ class Effort:
     warm_up_seconds: float
     settle_seconds: float
     process_seconds: float
+    narrow_within: float = NARROW_WITHIN
+    throttle_retries: int = THROTTLE_RETRIES
+    most_rounds: int = 12
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How long to go on, where that is not the profile's choice; None leaves it to the profile.
+
+    ``until`` is "rounds" for a fixed number of them, or "conclusive" for more where a verdict is not.
+    """
+
+    until: Until = "rounds"
+    most_rounds: int | None = None
+    narrow_within: float | None = None
+    timed_seconds: float | None = None
+
+    def applied(self, effort: Effort) -> Effort:
+        """The effort, changed in what is chosen here; at least as many rounds are allowed as there are."""
+        chosen = replace(
+            effort,
+            narrow_within=effort.narrow_within if self.narrow_within is None else self.narrow_within,
+            timed_seconds=effort.timed_seconds if self.timed_seconds is None else self.timed_seconds,
+        )
+        most = effort.most_rounds if self.most_rounds is None else self.most_rounds
+        return replace(chosen, rounds=min(effort.rounds, most), most_rounds=most)
+
+
+AS_THE_PROFILE_SAYS = Sampling()
 
 
 _SHORT: Mapping[DeviceType, Effort] = {
@@ -130,6 +169,11 @@ _SHORT: Mapping[DeviceType, Effort] = {
 _LONG: Mapping[DeviceType, Effort] = {
     "cpu": Effort(5, (10, 30), 20.0, 0.2, 0.05, 2.0, 300.0, 1200.0),
     "cuda": Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),
+}
+
+_BRIEF: Mapping[DeviceType, Effort] = {
+    "cpu": Effort(2, (2, 3), 0.3, 0.02, 0.005, 0.1, 60.0, 240.0),
+    "cuda": Effort(2, (2, 3), 0.3, 0.01, 0.002, 0.2, 120.0, 420.0),
 }
 
 _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
@@ -148,6 +192,8 @@ _EARLIER = tuple(
 
 def effort(profile: Name, device_type: DeviceType) -> Effort:
     """How thoroughly this profile measures on this kind of device."""
+    if profile == "check":
+        return _BRIEF[device_type]
     return (_LONG if profile == "full" else _SHORT)[device_type]
 
 
@@ -157,6 +203,50 @@ def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
     if profile == "full":
         return on_device
     return tuple(case for case in on_device if case.model not in FULL_ONLY and (case.default or profile == "sweep"))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Names of cases and variants to measure, whether the profile has them or not; empty leaves it to the profile.
+
+    ``own`` are the cases of the user's own models; where there are any, they are measured instead of all others.
+    """
+
+    cases: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    own: tuple[Case, ...] = ()
+
+
+EVERYTHING = Selection()
+
+
+def check_selection(selection: Selection) -> None:
+    """Raises ValueError if it names what does not exist; the message says what does."""
+    cases = tuple(dict.fromkeys(case.name for case in selection.own or CASES))
+    for name in selection.cases:
+        if name not in cases:
+            raise ValueError(f"no case {name!r}; there are {', '.join(cases)}")
+    for name in selection.variants:
+        variants.get(name)
+
+
+def selected_cases(profile: Name, device_type: DeviceType, selection: Selection) -> tuple[Case, ...]:
+    """The cases to measure: those of the profile, or those that were named and exist on this kind of device."""
+    every = [case for case in selection.own or CASES if case.device_type == device_type]
+    if selection.cases:
+        return tuple(case for case in every if case.name in selection.cases)
+    if selection.own:
+        return tuple(case for case in every if case.default or profile in ("sweep", "full"))
+    return cases(profile, device_type)
+
+
+def selected_out(
+    profile: Name, case: Case, variant: variants.Variant, selection: Selection, *, at_head: bool
+) -> str | None:
+    """Why a variant of one of the selected cases is not measured; None if it is. What was named is."""
+    if not selection.variants:
+        return left_out(profile, case, variant, at_head=at_head)
+    return None if variant.name in selection.variants else "not asked for"
 
 
 def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) -> bool:
@@ -177,9 +267,12 @@ def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: b
     """Why a profile does not measure a variant of one of its cases; None if it does. The full profile measures all."""
     if profile == "full":
         return None
+    if profile == "check":
+        fits = case.device_type == "cuda" or (variant.precision == "fp32" and variant.cuda_only is None)
+        return None if fits and variant.name in _EARLIER else "not part of the check"
     if profile == "sweep":
         is_swept = variant.name in _SWEEP[case.device_type]
-        return None if is_swept else "not part of the sweep over batch sizes; `make bench-full` measures it"
+        return None if is_swept else "not part of the sweep over batch sizes; the full profile measures it"
     if case.device_type == "cuda":
         return None if at_head or variant.name in _EARLIER else "measured at HEAD only"
     return _left_out_on_cpu(case, variant, at_head)
@@ -192,5 +285,5 @@ def _left_out_on_cpu(case: Case, variant: variants.Variant, at_head: bool) -> st
     if variant.precision == "fp32" and variant.family in ("eager", "kitsune_dropin", "kitsune_trainstep"):
         return None
     if variant.name != "compile_fp32" or case.model != "mlp":
-        return "not part of the quick profile on the CPU; `make bench-full` measures it"
+        return "not part of the quick profile on the CPU; the full profile measures it"
     return None if at_head else "compiling takes too long for the quick profile on the CPU: measured at HEAD only"

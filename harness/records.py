@@ -8,7 +8,7 @@ because a wrong number that looks right is worse than a missing one. Fields this
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import get_args
@@ -30,6 +30,8 @@ class Run:
     """One invocation of the measurement on one commit.
 
     ``facts`` describe the machine and its software (device, driver, cuda, torch, python, …); ``started`` is in UTC.
+    ``snapshot_of`` is the commit under which the working tree that was measured lay; None for a commit of the history.
+    ``workloads`` are the user's own models among those measured: where each name was built from.
     """
 
     run: str
@@ -39,6 +41,8 @@ class Run:
     kitsune_file: str | None
     harness_file: str | None
     profile: str
+    snapshot_of: str | None
+    workloads: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,23 @@ class Blocks:
         """The times that are judged: by the device's events where there are any."""
         return self.wall_s if self.device_s is None else self.device_s
 
+    def without(self, turns: Collection[int]) -> Blocks:
+        """The blocks of the other turns."""
+        kept = [turn for turn in range(len(self.wall_s)) if turn not in turns]
+        device_s = self.device_s
+        return Blocks(
+            tuple(self.wall_s[turn] for turn in kept),
+            None if device_s is None else tuple(device_s[turn] for turn in kept),
+        )
+
 
 @dataclass(frozen=True)
 class Round:
-    """One fresh process that timed the variants of one case in turns; entry i of every variant is the same turn."""
+    """One fresh process that timed the variants of one case in turns; entry i of every variant is the same turn.
+
+    ``throttled`` turns, of which the GPU protected itself, were kept in the file and are left out of ``blocks``, unless
+    there were no others.
+    """
 
     run: str
     round: int
@@ -69,6 +86,7 @@ class Round:
     device: str
     steps_per_block: int
     blocks: Mapping[str, Blocks]
+    throttled: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +165,8 @@ def _run(fields: Mapping[str, object]) -> Run:
         kitsune_file=_optional_text(fields, "kitsune_file"),
         harness_file=_optional_text(fields, "harness_file"),
         profile=_choice(fields, "profile", get_args(Name)),
+        snapshot_of=_optional_text(fields, "snapshot_of"),
+        workloads={} if fields.get("workloads") is None else _mapping(fields, "workloads"),
     )
 
 
@@ -158,6 +178,9 @@ def _round(fields: Mapping[str, object]) -> Round:
     lengths = {variant: len(entry.wall_s) for variant, entry in blocks.items()}
     if len(set(lengths.values())) > 1:
         raise RecordError(f"blocks: variants have different numbers of blocks, so turns cannot be paired: {lengths}")
+    throttled = _turns(fields.get("throttled", ()), next(iter(lengths.values())))
+    if len(throttled) < min(lengths.values()):
+        blocks = {variant: entry.without(throttled) for variant, entry in blocks.items()}
     return Round(
         run=_text(fields, "run"),
         round=_whole(fields, "round", least=0),
@@ -167,7 +190,18 @@ def _round(fields: Mapping[str, object]) -> Round:
         device=_text(fields, "device"),
         steps_per_block=_whole(fields, "steps_per_block", least=1),
         blocks=blocks,
+        throttled=len(throttled),
     )
+
+
+def _turns(entries: object, count: int) -> frozenset[int]:
+    """Numbers of some of so many turns."""
+    if not isinstance(entries, (list, tuple)):
+        raise RecordError(f"throttled: expected a list of turns, got {_shown(entries)}")
+    for entry in entries:
+        if type(entry) is not int or not 0 <= entry < count:
+            raise RecordError(f"throttled: there is no turn {_shown(entry)} among {count}")
+    return frozenset(entries)
 
 
 def _blocks(variant: str, entry: object) -> Blocks:

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from harness import formats
 from harness.fusions import StepFusions, UnreadableFusions
+from harness.metrics import word
 from harness.names import label
-from harness.rows import Change, Comparison, Lost, Row
+from harness.rows import Change, Comparison, Contrast, LevelChange, Lost, Row, Series, Summary
 from harness.stats import Estimate, Verdict
-from harness.tables import Cell, Medium, Table, Tone, change_table, damage_table, skip_table, variant_table
+from harness.store import Damage
+from harness.tables import (
+    Cell,
+    Medium,
+    Table,
+    Tone,
+    change_table,
+    contrast_table,
+    damage_table,
+    environment_table,
+    level_table,
+    skip_table,
+    variant_table,
+)
 
 JSON_SCHEMA = 1
 """Raised when a field of the JSON document changes its meaning or goes away."""
@@ -21,17 +35,26 @@ _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m",
 _UNPAINT = "\x1b[0m"
 
 
-def text(comparison: Comparison, *, colour: bool = False) -> str:
-    """The comparison for a terminal; ``colour`` adds ANSI escapes, the words are the same."""
-    parts = [
-        verdict_line(comparison),
-        _header(comparison),
-        _text_table(variant_table(comparison).on(Medium.TEXT), colour),
-    ]
-    parts += _summary_lines(comparison)
-    changes = change_table(comparison)
-    if changes.rows:
-        parts += ["", f"{_change_title(comparison)}", "", _text_table(changes.on(Medium.TEXT), colour)]
+def text(
+    comparison: Comparison, *, shown: Comparison | None = None, colour: bool = False, commands: bool = False
+) -> str:
+    """The comparison for a terminal.
+
+    Args:
+        shown: the part of it whose rows are listed; the outcome and the means are of the whole. None lists all.
+        colour: adds ANSI escapes; the words are the same.
+        commands: lists for every row the command that measures it again; without it, those of regressions alone.
+    """
+    shown = shown or comparison
+    variants = variant_table(shown)
+    parts = [verdict_line(comparison), _header(comparison)]
+    if variants.rows:
+        parts += [text_table(variants.on(Medium.TEXT), colour), *_summary_lines(comparison)]
+    for title, table in _change_tables(shown):
+        parts += ["", title, "", text_table(table.on(Medium.TEXT), colour)]
+    again = _commands(shown, every=commands)
+    if again:
+        parts += ["", "To measure again", "", *(f"  {formats.one_line(line)}" for line in again)]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
         if table.rows:
             parts += ["", title, "", *(_sentence(row) for row in table.rows)]
@@ -39,41 +62,62 @@ def text(comparison: Comparison, *, colour: bool = False) -> str:
     return "\n".join(parts) + "\n"
 
 
-def markdown(comparison: Comparison) -> str:
-    """The comparison as GitHub's Markdown, for pull requests."""
-    parts = [f"## {_escaped(verdict_line(comparison))}", "", _escaped(_header(comparison)).replace("\n", "  \n")]
-    changes = change_table(comparison)
-    if changes.rows:
-        parts += ["", f"### {_escaped(_change_title(comparison))}", "", _markdown_table(changes.on(Medium.TEXT))]
-    parts += ["", "### Variants", "", _markdown_table(variant_table(comparison).on(Medium.TEXT)), ""]
-    parts += [_escaped(line) + "  " for line in _summary_lines(comparison) if line]
+def markdown(comparison: Comparison, *, shown: Comparison | None = None, commands: bool = False) -> str:
+    """The comparison as GitHub's Markdown, for pull requests; the arguments are those of :func:`text`."""
+    shown = shown or comparison
+    parts = [f"## {escaped(verdict_line(comparison))}", "", escaped(_header(comparison)).replace("\n", "  \n")]
+    for title, table in _change_tables(shown):
+        parts += ["", f"### {escaped(title)}", "", markdown_table(table.on(Medium.TEXT))]
+    again = _commands(shown, every=commands)
+    if again:
+        parts += ["", "### To measure again", "", *(f"    {formats.one_line(line)}" for line in again)]
+    variants = variant_table(shown)
+    if variants.rows:
+        parts += ["", "### Variants", "", markdown_table(variants.on(Medium.TEXT)), ""]
+        parts += [escaped(line) + "  " for line in _summary_lines(comparison) if line]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
         if table.rows:
-            parts += ["", f"### {title}", "", _markdown_table(table)]
-    parts += [f"\n> {_escaped(formats.one_line(note))}" for note in comparison.notes]
+            parts += ["", f"### {title}", "", markdown_table(table)]
+    parts += [f"\n> {escaped(formats.one_line(note))}" for note in comparison.notes]
     return "\n".join(parts) + "\n"
 
 
-def json_document(comparison: Comparison) -> str:
-    """The comparison for programs.
+def json_document(comparison: Comparison, *, shown: Comparison | None = None) -> str:
+    """The comparison for programs, as docs/compare.schema.json describes it; ``shown`` as in :func:`text`.
 
     Times are seconds per step, those of fused parts microseconds (``_us``); memory is bytes. ``ratio`` objects are time
     over the reference's time, with null for bounds that cannot be claimed. ``break_even_steps`` is a number, "never",
     or null where unknown.
     """
+    shown = shown or comparison
+    again = comparison.commands()
     document = {
         "schema": JSON_SCHEMA,
+        "kind": "commits",
         "machine": comparison.machine,
         "facts": dict(comparison.facts),
         "head": _commit_fields(comparison, comparison.head.sha),
         "base": None if comparison.base is None else _commit_fields(comparison, comparison.base.sha),
         "commits": [commit.sha for commit in comparison.commits],
         "margin": comparison.margin,
+        "margins": comparison.margins,
         "regressions": comparison.regressions,
-        "rows": [_row_fields(row) for row in comparison.rows],
-        "changes": [_change_fields(change) for change in comparison.changes],
-        "lost": [_lost_fields(lost) for lost in comparison.lost],
-        "summaries": [vars(summary) for summary in comparison.summaries],
+        "rows": [{**_row_fields(row), "reproduce": again[row.case, row.variant]} for row in shown.rows],
+        "changes": [
+            {**_change_fields(change), "reproduce": again[change.case, change.variant]} for change in shown.changes
+        ],
+        "lost": [{**_lost_fields(lost), "reproduce": again[lost.case, lost.skip.variant]} for lost in shown.lost],
+        "contrasts": [
+            {**contrast_fields(entry), "reproduce": again[entry.case, entry.variant]} for entry in shown.contrasts
+        ],
+        "level_changes": [
+            _level_change_fields(series, change) for series in shown.history for change in series.changes
+        ],
+        "environment_changes": [
+            {"before": entry.before.sha, "commit": entry.commit.sha, "facts": entry.facts}
+            for entry in comparison.environment_changes
+        ],
+        "summaries": [_summary_fields(summary) for summary in comparison.summaries],
         "skips": [
             {
                 "status": group.status,
@@ -85,17 +129,23 @@ def json_document(comparison: Comparison) -> str:
         ],
         "fusions": [_fusion_fields(entry) for entry in comparison.fusions],
         "notes": comparison.notes,
-        "damage": [{"path": str(d.path), "line": d.line, "problem": d.problem} for d in comparison.damage],
+        "damage": damage_fields(comparison.damage),
     }
+    return encoded(document)
+
+
+def encoded(document: Mapping[str, object]) -> str:
+    """JSON without NaN and infinities, which are none."""
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def verdict_line(comparison: Comparison) -> str:
     """The outcome in a line: regressions where there is a base, else how Kitsune stands to eager."""
-    if comparison.base is not None and (comparison.changes or comparison.lost):
+    judgements = comparison.judgements
+    if comparison.base is not None and (judgements or comparison.lost):
         found = formats.counted(comparison.regressions, "regression") if comparison.regressions else "No regression"
-        judged = formats.counted(len(comparison.changes) + len(comparison.lost), "comparison")
-        unclear = comparison.since_base[Verdict.INCONCLUSIVE]
+        judged = formats.counted(len(judgements) + len(comparison.lost), "comparison")
+        unclear = judgements.count(Verdict.INCONCLUSIVE)
         told = f" found in {judged}" + (f", {unclear} of them inconclusive" if unclear else "")
         return f"{found}{told} ({comparison.base.short} → {comparison.head.short})"
     if not any(row.is_product for row in comparison.rows):
@@ -112,20 +162,57 @@ def _header(comparison: Comparison) -> str:
         lines.append("against  earlier runs of the same commit")
     elif comparison.base is not None:
         lines.append(f"against  {formats.one_line(formats.commit(comparison.base))}")
-    lines.append(f"margin   {100 * comparison.margin:g}% of time; intervals are 95%")
+    others = {"seconds" if name == "time" else name: margin for name, margin in comparison.margins.items()}
+    margins = {"time": comparison.margin, **others}
+    told = ", ".join(f"{100 * margin:g}% of {name}" for name, margin in margins.items())
+    lines.append(f"margin   {told}, or twice the noise; intervals are 95%")
     return "\n".join(lines) + "\n"
 
 
 def _summary_lines(comparison: Comparison) -> list[str]:
     lines = ["* fastest in its precision among the variants that are not Kitsune's"]
     for summary in comparison.summaries:
-        peer = "" if summary.over_peer is None else f", {formats.ratio(summary.over_peer)}× over the best peer"
+        peer = summary.over_peer
+        over_peer = "" if peer is None else f", {formats.ratio_with_interval(peer)}× over the best peer"
         lines.append(
             f"{formats.one_line(label(summary.variant))}, {summary.precision}, {summary.device}:"
-            f" {formats.ratio(summary.over_eager)}× over eager{peer}"
+            f" {formats.ratio_with_interval(summary.over_eager)}× over eager{over_peer}"
             f" (geometric mean of {formats.counted(summary.cases, 'case')})"
         )
     return lines
+
+
+def _change_tables(shown: Comparison) -> list[tuple[str, Table]]:
+    """The tables of changes that have rows, each with its title."""
+    tables = [*_tables_since_base(shown), ("Changes of level", level_table(shown))]
+    tables.append(("Changes of the environment", environment_table(shown)))
+    return [(title, table) for title, table in tables if table.rows]
+
+
+def _tables_since_base(shown: Comparison) -> list[tuple[str, Table]]:
+    if shown.base is None:
+        return []
+    base = "earlier runs" if shown.base == shown.head else shown.base.short
+    return [
+        (_change_title(shown), change_table(shown)),
+        (_metrics_title(shown, base), contrast_table(shown.contrasts, base, shown.head.short)),
+    ]
+
+
+def _metrics_title(shown: Comparison, base: str) -> str:
+    return f"Change since {base} in {', '.join(dict.fromkeys(entry.metric for entry in shown.contrasts))}"
+
+
+def _commands(shown: Comparison, *, every: bool) -> list[str]:
+    """How to measure again what regressed, or everything that is shown; what one command measures is there once."""
+    commands = shown.commands()
+    wanted = [(lost.case, lost.skip.variant) for lost in shown.lost]
+    judged = [(change.case, change.variant, change.verdict) for change in shown.changes]
+    judged += [(contrast.case, contrast.variant, contrast.verdict) for contrast in shown.contrasts]
+    wanted += [(case, variant) for case, variant, verdict in judged if every or verdict is Verdict.SLOWER]
+    if every:
+        wanted += [(row.case, row.variant) for row in shown.rows]
+    return list(dict.fromkeys(commands[key] for key in wanted if key in commands))
 
 
 def _change_title(comparison: Comparison) -> str:
@@ -134,7 +221,8 @@ def _change_title(comparison: Comparison) -> str:
     return f"Change since {since}, each as a multiple of its control in the same processes"
 
 
-def _text_table(table: Table, colour: bool) -> str:
+def text_table(table: Table, colour: bool) -> str:
+    """A table in columns of equal width, one line a row."""
     headings = tuple(Cell(column.heading, tone=Tone.FAINT) for column in table.columns)
     lines = [[replace(cell, text=formats.one_line(cell.text)) for cell in line] for line in (headings, *table.rows)]
     widths = [max(len(line[index].text) for line in lines) for index in range(len(table.columns))]
@@ -153,7 +241,8 @@ def _sentence(row: Sequence[Cell]) -> str:
     return "  " + ": ".join(formats.one_line(cell.text) for cell in row)
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table as GitHub's Markdown."""
     rows = [
         [column.heading for column in table.columns],
         ["---:" if column.numeric else "---" for column in table.columns],
@@ -163,11 +252,11 @@ def _markdown_table(table: Table) -> str:
 
 
 def _markdown_cell(cell: Cell) -> str:
-    text = _escaped(formats.one_line(cell.text))
+    text = escaped(formats.one_line(cell.text))
     return f"**{text}**" if text and cell.tone in (Tone.STRONG, Tone.BAD) else text
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text with nothing left that Markdown or HTML would act on."""
     for character in "\\`*_[]|~":
         text = text.replace(character, "\\" + character)
@@ -183,9 +272,9 @@ def _row_fields(row: Row) -> dict[str, object]:
     fields: dict[str, object] = {
         **vars(row),
         "case": vars(row.case),
-        "ratio": _estimate_fields(row.ratio),
+        "ratio": estimate_fields(row.ratio),
         "verdict": None if row.verdict is None else row.verdict.value,
-        "peer_ratio": _estimate_fields(row.peer_ratio),
+        "peer_ratio": estimate_fields(row.peer_ratio),
         "peer_verdict": None if row.peer_verdict is None else row.peer_verdict.value,
         "parity": None if row.parity is None else row.parity.value,
         "kitsune": None if row.kitsune is None else dict(row.kitsune),
@@ -201,11 +290,31 @@ def _change_fields(change: Change) -> dict[str, object]:
     return {
         **vars(change),
         "case": vars(change.case),
-        "base": _estimate_fields(change.base),
-        "head": _estimate_fields(change.head),
-        "ratio": _estimate_fields(change.ratio),
+        "base": estimate_fields(change.base),
+        "head": estimate_fields(change.head),
+        "ratio": estimate_fields(change.ratio),
         "verdict": change.verdict.value,
     }
+
+
+def _level_change_fields(series: Series, change: LevelChange) -> dict[str, object]:
+    commits = {"before": change.before.sha, "first": change.first.sha, "latest": change.latest.sha}
+    return {"case": vars(series.case), "variant": series.variant, **vars(change), **commits}
+
+
+def contrast_fields(entry: Contrast) -> dict[str, object]:
+    """A metric on two sides, for programs."""
+    return {
+        **vars(entry),
+        "case": vars(entry.case),
+        "ratio": estimate_fields(entry.ratio),
+        "verdict": word(entry.metric, entry.verdict),
+    }
+
+
+def damage_fields(damage: Sequence[Damage]) -> list[dict[str, object]]:
+    """What could not be read, for programs."""
+    return [{"path": str(entry.path), "line": entry.line, "problem": entry.problem} for entry in damage]
 
 
 def _lost_fields(lost: Lost) -> dict[str, object]:
@@ -214,6 +323,16 @@ def _lost_fields(lost: Lost) -> dict[str, object]:
         "variant": lost.skip.variant,
         "status": lost.skip.status,
         "reason": lost.skip.reason,
+    }
+
+
+def _summary_fields(summary: Summary) -> dict[str, object]:
+    return {
+        **vars(summary),
+        "over_eager": summary.over_eager.ratio,
+        "over_eager_interval": estimate_fields(summary.over_eager),
+        "over_peer": None if summary.over_peer is None else summary.over_peer.ratio,
+        "over_peer_interval": estimate_fields(summary.over_peer),
     }
 
 
@@ -231,11 +350,12 @@ def _fusion_fields(entry: StepFusions | UnreadableFusions) -> dict[str, object]:
         "won_us": entry.won_us,
         "unfused_seconds": entry.unfused.seconds if measured else None,
         "fused_seconds": entry.fused.seconds,
-        "gain": _estimate_fields(entry.fused.gain),
+        "gain": estimate_fields(entry.fused.gain),
     }
 
 
-def _estimate_fields(estimate: Estimate | None) -> dict[str, object] | None:
+def estimate_fields(estimate: Estimate | None) -> dict[str, object] | None:
+    """An estimate for programs: bounds that cannot be claimed are null."""
     if estimate is None:
         return None
     low, high = (estimate.low, estimate.high) if estimate.has_interval else (None, None)

@@ -40,6 +40,56 @@ def describe(commits: Sequence[str], folder: Path) -> dict[str, CommitText]:
     return {commit: CommitText(subject, date) for commit, date, subject in entries if commit in commits}
 
 
+@dataclass(frozen=True)
+class Range:
+    """Two ends of history as git writes them: ``older..newer``, or ``older...newer`` from where the two parted."""
+
+    older: str
+    newer: str
+    from_fork: bool
+
+
+def parse_range(text: str) -> Range | None:
+    """The range that a text is, an end left out being HEAD; None if it is none."""
+    for dots in ("...", ".."):
+        older, found, newer = text.partition(dots)
+        if found:
+            return Range(older or "HEAD", newer or "HEAD", dots == "...")
+    return None
+
+
+def fork_point(one: str, other: str, folder: Path) -> str | None:
+    """The full hash of the best common ancestor of two revisions; None where git knows of none."""
+    answer = _git(["merge-base", "--end-of-options", one, other], folder)
+    return None if answer is None else answer.split()[0]
+
+
+def commits_of(revision: str, folder: Path) -> tuple[str, ...]:
+    """Full hashes of the commits that a revision or range names, newest first, along first parents; none if git knows
+    none. A range ``A..B`` is every commit after A up to B, ``A...B`` every commit since B's branch left A.
+    """
+    found = parse_range(revision)
+    if found is None:
+        resolved = _resolve(revision, folder)
+        return () if resolved is None else (resolved,)
+    older = fork_point(found.older, found.newer, folder) if found.from_fork else _resolve(found.older, folder)
+    newer = _resolve(found.newer, folder)
+    if older is None or newer is None:
+        return ()
+    listed = _git(["rev-list", "--first-parent", newer, f"^{older}"], folder)
+    return () if listed is None else tuple(listed.split())
+
+
+def is_ancestor(older: str, newer: str, folder: Path) -> bool:
+    """Whether git finds one commit in the history of another."""
+    return _git(["merge-base", "--is-ancestor", "--end-of-options", older, newer], folder) is not None
+
+
+def has_parent(commit: str, folder: Path) -> bool:
+    """Whether git knows a commit before this one: not in a root or at the end of a shallow clone."""
+    return _resolve(f"{commit}^", folder) is not None
+
+
 def matching(revision: str, measured: Sequence[str], folder: Path) -> tuple[str, ...]:
     """The measured commits that a revision names: none, one, or several where a hash prefix is ambiguous.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
 
 from harness.breakdown import Breakdown
 from harness.fusions import StepFusions, UnreadableFusions
-from harness.names import is_diagnostic, is_kitsune, is_product
+from harness.names import is_diagnostic, is_kitsune, is_product, reference_of
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage, Skip
@@ -19,6 +20,10 @@ from harness.timelines import NoTimeline, Timeline
 
 Tally = Mapping[Verdict, int]
 """How often each verdict was given, zeros included."""
+
+
+SHOWN_POINTS = 100
+"""How many measured commits charts and tables of the history show: the last ones. All are judged."""
 
 
 class Parity(Enum):
@@ -50,9 +55,10 @@ class Row:
 
     ``ratio`` is its time over that of eager in the same precision, ``peer_ratio`` (of Kitsune as users run it) over
     that of the fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
-    ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock. Set-up, memory and loss are None
-    without a profile. ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is
-    not clearly faster or slower than eager.
+    ``margin`` and ``peer_margin`` are what the two verdicts were given by: the comparison's margin, wider where the
+    row's noise asks for it. ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock.
+    Set-up, memory and loss are None without a profile. ``break_even_steps`` is infinite where the variant never earns
+    its set-up back, None where it is not clearly faster or slower than eager.
     """
 
     case: Case
@@ -63,9 +69,11 @@ class Row:
     rounds: int
     reference: str | None
     ratio: Estimate | None
+    margin: float
     verdict: Verdict | None
     best_peer: str | None
     peer_ratio: Estimate | None
+    peer_margin: float
     peer_verdict: Verdict | None
     setup_s: float | None
     break_even_steps: float | None
@@ -92,7 +100,8 @@ class Change:
     """One of Kitsune's forms, as users run it, between two commits.
 
     ``base`` and ``head`` are its time as a multiple of that of the control, a peer in the same precision, measured in
-    the same processes: what slows the whole machine cancels. ``ratio`` is head over base.
+    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, ``margin`` what it is judged
+    by: the comparison's, or a wider one where the noise of this benchmark asks for it.
     """
 
     case: Case
@@ -102,6 +111,7 @@ class Change:
     base: Estimate
     head: Estimate
     ratio: Estimate
+    margin: float
     verdict: Verdict
 
 
@@ -111,6 +121,28 @@ class Lost:
 
     case: Case
     skip: Skip
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One metric of one case on two sides.
+
+    ``base`` and ``head`` are in ``unit``. ``ratio`` is head over base, below 1 where head took less, ``margin`` what it
+    is judged by: the metric's, or a wider one where the noise of this row asks for it. On the side of base stands
+    ``base_variant``, on that of head ``variant``: one and the same, unless two variants are compared.
+    """
+
+    case: Case
+    variant: str
+    base_variant: str
+    precision: str
+    metric: str
+    unit: str
+    base: float
+    head: float
+    ratio: Estimate
+    margin: float
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -125,13 +157,16 @@ class SkipGroup:
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are."""
+    """Geometric means of the speed-ups of one of Kitsune's forms over the cases of a device, and how many these are.
+
+    Their intervals are about how exactly the cases were measured, not about other cases.
+    """
 
     variant: str
     precision: str
     device: str
-    over_eager: float
-    over_peer: float | None
+    over_eager: Estimate
+    over_peer: Estimate | None
     cases: int
 
 
@@ -145,13 +180,51 @@ class Point:
 
 
 @dataclass(frozen=True)
+class LevelChange:
+    """A change of a series' level that lasted, at the latest, from ``latest`` on and, most likely, from ``first``.
+
+    ``before`` is the last commit that was surely measured at the old level: with 95% confidence the change lies after
+    it and not after ``latest``. In that range ``missing`` measured commits have no value of the series. ``ratio`` is
+    the new level over the old one.
+    """
+
+    before: Commit
+    first: Commit
+    latest: Commit
+    missing: int
+    ratio: float
+    p_value: float
+    is_worse: bool
+
+
+@dataclass(frozen=True)
+class EnvironmentChange:
+    """A commit measured in another environment than the one before it: the facts that differ, old and new."""
+
+    before: Commit
+    commit: Commit
+    facts: Mapping[str, tuple[object, object]]
+
+
+@dataclass(frozen=True)
 class Series:
-    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent."""
+    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent.
+
+    ``points`` are made as they are looked at: there may be many. ``noise`` is by how much measurements one after the
+    other differ (:func:`harness.stats.repeat_noise`).
+    """
 
     case: Case
     variant: str
     precision: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
+    changes: tuple[LevelChange, ...]
+    noise: float | None
+
+    @property
+    def recent(self) -> Sequence[Point]:
+        """The points that pages show: a browser has no use for thousands in each of hundreds of series."""
+        return self.points[-SHOWN_POINTS:]
 
 
 @dataclass(frozen=True)
@@ -165,8 +238,32 @@ class LossCurve:
 
 
 @dataclass(frozen=True)
+class Reproduction:
+    """What measuring something again needs beside its commit, case and variants: the profile of the newest run at head,
+    and where the user's own models among the workloads are built from.
+    """
+
+    profile: str = "quick"
+    workloads: Mapping[str, object] = field(default_factory=dict)
+
+    def command(self, commit: str, case: Case, variants: Iterable[str]) -> str:
+        """The command that measures these variants of a case at a commit, side by side."""
+        words = [*_RUN, commit[:12], "--profile", self.profile, "--case", case.name]
+        words += [word for variant in dict.fromkeys(variants) for word in ("--variant", variant)]
+        if case.model in self.workloads:
+            words += ["--workload", str(self.workloads[case.model])]
+        return shlex.join(words)
+
+
+_RUN = ("python", "-m", f"{__package__}.run")
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Everything there is to say about two commits (or one, where ``base`` is None) on one machine."""
+    """Everything there is to say about two commits (or one, where ``base`` is None) on one machine.
+
+    ``margins`` are those of the metrics among the ``contrasts``.
+    """
 
     machine: str
     facts: Mapping[str, object]
@@ -180,6 +277,7 @@ class Comparison:
     summaries: tuple[Summary, ...]
     skips: tuple[SkipGroup, ...]
     history: tuple[Series, ...]
+    environment_changes: tuple[EnvironmentChange, ...]
     losses: tuple[LossCurve, ...]
     breakdowns: tuple[Breakdown, ...]
     timelines: tuple[Timeline | NoTimeline, ...]
@@ -187,11 +285,21 @@ class Comparison:
     fusions: tuple[StepFusions | UnreadableFusions, ...]
     notes: tuple[str, ...]
     damage: tuple[Damage, ...]
+    contrasts: tuple[Contrast, ...] = ()
+    margins: Mapping[str, float] = field(default_factory=dict)
+    reproduction: Reproduction = Reproduction()
 
     @property
     def regressions(self) -> int:
-        """Forms of Kitsune, case by case, that became slower by more than the margin or can no longer be measured."""
-        return len(self.lost) + sum(change.verdict is Verdict.SLOWER for change in self.changes)
+        """What became worse by more than the margin: forms of Kitsune, case by case, in time as a multiple of their
+        control or in another metric that was asked for; and those that can no longer be measured.
+        """
+        return len(self.lost) + self.judgements.count(Verdict.SLOWER)
+
+    @property
+    def judgements(self) -> list[Verdict]:
+        """The verdicts on everything that was measured on both sides."""
+        return [change.verdict for change in self.changes] + [contrast.verdict for contrast in self.contrasts]
 
     @property
     def against_eager(self) -> Tally:
@@ -217,9 +325,53 @@ class Comparison:
         """The variants of a case."""
         return tuple(row for row in self.rows if row.case == case)
 
+    def commands(self) -> dict[tuple[Case, str], str]:
+        """For each variant of each row, change and loss, the command that measures it again beside what it is held
+        against.
+        """
+        sides: dict[tuple[Case, str], list[str | None]] = {
+            (row.case, row.variant): [row.reference, row.best_peer] for row in self.rows
+        }
+        for change in self.changes:
+            sides.setdefault((change.case, change.variant), []).append(change.control)
+        for lost in self.lost:
+            sides.setdefault((lost.case, lost.skip.variant), []).append(reference_of(lost.skip.variant))
+        return {
+            (case, variant): self.reproduction.command(self.head.sha, case, [*filter(None, others), variant])
+            for (case, variant), others in sides.items()
+        }
+
     def compared_rows_of(self, case: Case) -> tuple[Row, ...]:
         """The variants of a case that charts hold against each other: the peers, and Kitsune as users run it."""
         return tuple(row for row in self.rows_of(case) if not is_diagnostic(row.variant))
+
+
+@dataclass(frozen=True)
+class Side:
+    """What stands on one side of two: a machine with its facts, a commit, and in words what tells it from the other."""
+
+    label: str
+    machine: str
+    facts: Mapping[str, object]
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Two variants of a commit, or two machines, held against each other: ``kind`` is "variants" or "machines"."""
+
+    kind: str
+    base: Side
+    head: Side
+    margins: Mapping[str, float]
+    contrasts: tuple[Contrast, ...]
+    notes: tuple[str, ...]
+    damage: tuple[Damage, ...]
+
+    @property
+    def regressions(self) -> int:
+        """In how many rows the side of head takes more than that of base, by more than the margin."""
+        return sum(entry.verdict is Verdict.SLOWER for entry in self.contrasts)
 
 
 def _tally(verdicts: Iterable[Verdict | None]) -> Tally:

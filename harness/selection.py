@@ -40,6 +40,7 @@ class Measurement:
     rounds: Mapping[Case, Sequence[Round]]
     profiles: Mapping[tuple[Case, str], Profile]
     skips: Mapping[tuple[Case, str], Skip]
+    all_profiles: tuple[Profile, ...]
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -49,6 +50,10 @@ class Measurement:
     def variants(self, case: Case) -> tuple[str, ...]:
         """The variants timed in a case, in the order in which they first appear."""
         return tuple(dict.fromkeys(variant for entry in self.rounds.get(case, ()) for variant in entry.blocks))
+
+    def every_profile(self, case: Case, variant: str) -> tuple[Profile, ...]:
+        """The profiles of a variant in all pooled runs, where ``profiles`` has the newest run's."""
+        return tuple(entry for entry in self.all_profiles if (_case(entry), entry.variant) == (case, variant))
 
     def pairs(self, case: Case, variant: str, reference: str) -> list[list[tuple[float, float]]]:
         """Seconds per step of two variants, turn by turn, of each round that timed both."""
@@ -72,7 +77,8 @@ def measurement(history: History, commit: str, runs: Sequence[Run] | None = None
     for entry in history.rounds(commit):
         if entry.run in names:
             rounds.setdefault(_case(entry), []).append(entry)
-    profiles = {(_case(entry), entry.variant): entry for entry in history.profiles(commit) if entry.run in names}
+    all_profiles = tuple(entry for entry in history.profiles(commit) if entry.run in names)
+    profiles = {(_case(entry), entry.variant): entry for entry in all_profiles}
     timed = {(case, variant) for case, entries in rounds.items() for entry in entries for variant in entry.blocks}
     skips = {(_case(entry), entry.variant): entry for entry in history.skips(commit) if entry.run in names}
     return Measurement(
@@ -82,6 +88,7 @@ def measurement(history: History, commit: str, runs: Sequence[Run] | None = None
         rounds=rounds,
         profiles=profiles,
         skips={key: skip for key, skip in skips.items() if key not in timed or _is_loss(skip, pooled[-1])},
+        all_profiles=all_profiles,
     )
 
 
@@ -103,7 +110,9 @@ def choose_machine(store: Store, name: str | None, here: str) -> str:
     """
     machines = store.machines()
     if not machines:
-        raise ComparisonError(f"no results in {store.root}: run `make bench`, or give another folder with --results")
+        raise ComparisonError(
+            f"no results in {store.root}: measure with `python -m {__package__}.run`, or give another --results"
+        )
     if name is not None:
         if name not in machines:
             raise ComparisonError(f"no results of machine {name!r} in {store.root}; there are: {', '.join(machines)}")
@@ -123,7 +132,8 @@ def choose_commits(history: History, base: str | None, head: str | None, folder:
     """Full hashes of the commits to compare.
 
     Without ``head`` it is the newest measured commit. Without ``base`` it is the measured commit before ``head``, or
-    None where there is none.
+    None where there is none; for a state of the working tree it is the commit under it, where that is measured. Other
+    states of the working tree are chosen only by name.
 
     Args:
         folder: where to ask git what a revision means.
@@ -133,10 +143,14 @@ def choose_commits(history: History, base: str | None, head: str | None, folder:
     """
     if not history.commits:
         raise ComparisonError(_nothing_readable(history))
-    chosen_head = history.commits[-1] if head is None else _measured(head, history, folder)
+    committed = history.without_snapshots().commits or history.commits
+    chosen_head = committed[-1] if head is None else measured_commit(head, history, folder)
     if base is not None:
-        return _measured(base, history, folder), chosen_head
-    before = history.commits[: history.commits.index(chosen_head)]
+        return measured_commit(base, history, folder), chosen_head
+    under = history.runs(chosen_head)[-1].snapshot_of
+    if under in history.commits:
+        return under, chosen_head
+    before = [commit for commit in history.commits[: history.commits.index(chosen_head)] if commit in committed]
     return (before[-1] if before else None), chosen_head
 
 
@@ -156,7 +170,12 @@ def choose_measurements(history: History, base: str | None, head: str) -> tuple[
     return measurement(history, head, runs[:-1]), measurement(history, head, runs[-1:])
 
 
-def _measured(revision: str, history: History, folder: Path) -> str:
+def measured_commit(revision: str, history: History, folder: Path) -> str:
+    """The full hash of the measured commit that a revision names.
+
+    Raises:
+        ComparisonError: it names no measured commit, or several.
+    """
     found = matching(revision, history.commits, folder)
     if len(found) == 1:
         return found[0]

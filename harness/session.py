@@ -6,18 +6,22 @@ Every result is appended to the store as soon as it is there, so that a run that
 from __future__ import annotations
 
 import importlib.util
+import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
 
 import harness
 import models
-from harness import environment, profiles, variants
+from harness import environment, memory, profiles, variants, workloads
 from harness.caches import Caches
+from harness.conclusive import is_conclusive
 from harness.context import Context, ContextError
+from harness.earlier import Earlier, earlier
 from harness.measure import (
     Probe,
     ProfileJob,
@@ -32,7 +36,9 @@ from harness.measure import (
 )
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
+from harness.progress import ROUND, ProgressFile, Step
 from harness.store import Store
+from harness.timer import BlockTime
 
 _PROBE_SECONDS = 300.0
 
@@ -67,8 +73,12 @@ class Session:
         self._store = Store(context.results)
         self._run = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
         self._measured: dict[tuple[str, str], Measured] = {}
+        self._timed: dict[str, list[Mapping[str, Sequence[float]]]] = {}
+        self._progress_file = ProgressFile(context.progress)
         self._steps_done = 0
         self._steps = 0
+        self._run_record: dict[str, object] | None = None
+        self._earlier = Earlier()
 
     def measure(self) -> dict[tuple[str, str], Measured]:
         """Measures everything that the profile asks for and appends it to the store.
@@ -85,20 +95,27 @@ class Session:
         found = self._probe()
         device_type = found.facts["device_type"]
         assert device_type == "cpu" or device_type == "cuda"
-        self._append(
-            kind="run",
-            commit=self._context.commit,
-            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            facts=dict(found.facts),
-            profile=self._context.profile,
+        effort = self._context.sampling.applied(profiles.effort(self._context.profile, device_type))
+        self._run_record = {
+            "kind": "run",
+            "commit": self._context.commit,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "facts": dict(found.facts),
+            "profile": self._context.profile,
+            "sampling": {"until": self._context.sampling.until, **asdict(effort)},
+            "snapshot_of": self._context.snapshot_of,
+            "workloads": {model.name: model.source for model in self._context.own},
             **origins,
-        )
+        }
+        if self._context.resume:
+            self._earlier = self._read_earlier(found.facts)
         caches = Caches(self._context.caches, self._context.commit, found.facts)
         caches.clear()
-        cases = profiles.cases(self._context.profile, device_type)
+        cases = self._context.cases(device_type)
         plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, caches))]
-        effort = profiles.effort(self._context.profile, device_type)
-        self._steps = sum(len(self._to_profile(tasks)) + effort.rounds for case, tasks in plan)
+        steps = [step for case, tasks in plan for step in self._steps_of(case, tasks, effort)]
+        self._steps = len(steps)
+        self._progress_file.begin(self._context.commit, steps)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
         caches.clear()
@@ -113,12 +130,12 @@ class Session:
         root = self._context.root.resolve()
         for package in (harness, models):
             assert package.__file__ is not None
-            if not Path(package.__file__).resolve().is_relative_to(root / package.__name__):
+            if not Path(package.__file__).resolve().is_relative_to(root.joinpath(*package.__name__.split("."))):
                 raise ContextError(f"{package.__file__} is imported, and not that of the working tree {root}")
         spec = importlib.util.find_spec("kitsune")
         origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
-        if origin is not None and not origin.is_relative_to(self._context.checkout.resolve()):
-            origin = None
+        if origin is not None and self._context.kitsune_root is not None:
+            origin = origin if origin.is_relative_to(self._context.kitsune_root.resolve()) else None
         return {
             "kitsune_file": None if origin is None else str(origin),
             "harness_file": str(Path(str(harness.__file__)).resolve()),
@@ -127,7 +144,7 @@ class Session:
     def _probe(self) -> Probe:
         """The machine's facts. Where a forked process cannot use a GPU that is there, all processes are spawned."""
         try:
-            found = self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
+            found = self._launcher.run(probe, self._context.kitsune_root, timeout_s=_PROBE_SECONDS)
         except ProcessFailed:
             if self._launcher.method == "spawn":
                 raise
@@ -136,15 +153,15 @@ class Session:
             if self._launcher.method == "spawn" or not gpu_is_missed:
                 return found
         self._launcher = Launcher("spawn")
-        return self._launcher.run(probe, self._context.checkout, timeout_s=_PROBE_SECONDS)
+        return self._launcher.run(probe, self._context.kitsune_root, timeout_s=_PROBE_SECONDS)
 
     def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
         """What is measured of a case; of the other variants the reason is recorded."""
         tasks = []
-        missing = models.missing(case.model)
+        missing = workloads.missing(case.model, self._context.own, self._context.workload_root)
         for variant in variants.VARIANTS.values():
             unavailable = missing or found.unavailable.get(variant.name)
-            left_out = profiles.left_out(self._context.profile, case, variant, at_head=self._context.at_head)
+            left_out = self._context.left_out(case, variant)
             if unavailable is not None:
                 self._leave_out(case, variant.name, "skipped", unavailable)
             elif left_out is not None:
@@ -154,15 +171,43 @@ class Session:
         return tuple(tasks)
 
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
-        for task in self._to_profile(tasks):
+        for task in self._to_profile(case, tasks):
             self._profile(case, task, effort)
-        runnable = self._without_failed(case, tasks)
-        for number in range(effort.rounds):
-            runnable = self._round(case, runnable, effort, number)
+        runnable, taken = self._without_failed(case, tasks), 0
+        while taken < self._missing_rounds(case, runnable, effort.rounds):
+            runnable = self._round(case, runnable, effort, taken)
+            taken += 1
+        if self._context.sampling.until == "rounds":
+            return
+        while runnable and taken < self._missing_rounds(case, runnable, effort.most_rounds):
+            if is_conclusive([*self._earlier.seconds(case.name), *self._timed.get(case.name, [])]):
+                return
+            self._steps += 1
+            runnable = self._round(case, runnable, effort, taken)
+            taken += 1
 
-    def _to_profile(self, tasks: tuple[Task, ...]) -> list[Task]:
+    def _steps_of(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> list[Step]:
+        alone = [Step(case.name, task.variant) for task in self._to_profile(case, tasks)]
+        return alone + [Step(case.name, ROUND)] * self._missing_rounds(case, tasks, effort.rounds)
+
+    def _missing_rounds(self, case: Case, tasks: tuple[Task, ...], wanted: int) -> int:
+        return self._earlier.missing_rounds(case.name, [task.variant for task in tasks], wanted)
+
+    def _to_profile(self, case: Case, tasks: tuple[Task, ...]) -> list[Task]:
         profile, at_head = self._context.profile, self._context.at_head
-        return [task for task in tasks if profiles.needs_profile(profile, variants.get(task.variant), at_head=at_head)]
+        return [
+            task
+            for task in tasks
+            if profiles.needs_profile(profile, variants.get(task.variant), at_head=at_head)
+            and self._earlier.profile(case.name, task.variant) is None
+        ]
+
+    def _read_earlier(self, facts: Mapping[str, object]) -> Earlier:
+        """What need not be measured again."""
+        machine, commit = self._context.machine, self._context.commit
+        if machine not in self._store.machines():
+            return Earlier()
+        return earlier(self._store.load(machine, [commit]), commit, self._context.profile, facts)
 
     def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
         """Measures one variant alone."""
@@ -173,18 +218,12 @@ class Session:
             )
         except ProcessFailed as failure:
             self._leave_out(case, task.variant, "failed", failure.reason)
-            self._progress(case, f"{task.variant}: failed: {failure.reason.splitlines()[0]}", begin)
-            return
-        self._append(**_profile_record(case, task, result))
-        measured = self._entry(case, task.variant)
-        measured["setup_s"].append(result.setup_s)
-        if result.peak.allocated_bytes is None:
-            measured["peak_bytes"].append(result.peak.rss_bytes)
+            what = f"failed: {failure.reason.splitlines()[0]}"
         else:
-            measured["peak_bytes"].append(result.peak.allocated_bytes)
-        if result.peak.reserved_bytes is not None:
-            measured["peak_reserved_bytes"].append(result.peak.reserved_bytes)
-        self._progress(case, f"{task.variant}: set up in {result.setup_s:.2f} s", begin)
+            self._append(**_profile_record(case, task, result))
+            _add_profile(self._entry(case, task.variant), result.setup_s, result.peak)
+            what = f"set up in {result.setup_s:.2f} s"
+        self._progress(Step(case.name, task.variant), f"{task.variant}: {what}", begin)
 
     def _round(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort, number: int) -> tuple[Task, ...]:
         """One round; the variants left for the next. Without a variant that kills the process, it is tried again."""
@@ -199,11 +238,15 @@ class Session:
                     self._leave_out(case, variant, "failed", f"in round {number}: {failure.reason}")
             else:
                 self._keep_round(case, number, result)
-                self._progress(case, f"round {number + 1} of {effort.rounds}", begin)
+                self._progress(Step(case.name, ROUND), self._round_named(number, effort), begin)
                 return self._without_failed(case, tasks)
             tasks = self._without_failed(case, tasks)
-        self._progress(case, f"round {number + 1} of {effort.rounds}: nothing left to measure", begin)
+        self._progress(Step(case.name, ROUND), f"{self._round_named(number, effort)}: nothing left to measure", begin)
         return ()
+
+    def _round_named(self, number: int, effort: profiles.Effort) -> str:
+        is_fixed = self._context.sampling.until == "rounds"
+        return f"round {number + 1} of {effort.rounds if is_fixed else f'at most {effort.most_rounds}'}"
 
     def _keep_round(self, case: Case, number: int, result: RoundResult) -> None:
         for variant, reason in result.failures.items():
@@ -218,39 +261,79 @@ class Session:
             for variant, times in result.blocks.items()
         }
         self._append(
-            kind="round", round=number, steps_per_block=result.steps_per_block, blocks=blocks, **_case_fields(case)
+            kind="round",
+            round=number,
+            steps_per_block=result.steps_per_block,
+            blocks=blocks,
+            throttled=list(result.throttled),
+            ended=result.ended,
+            half_width=result.half_width if math.isfinite(result.half_width) else None,
+            gpu=dict(result.gpu),
+            host=dict(result.host),
+            **_case_fields(case),
         )
-        for variant, times in result.blocks.items():
+        good = {name: _without_throttled(times, result.throttled) for name, times in result.blocks.items()}
+        self._timed.setdefault(case.name, []).append(
+            {name: [block.seconds for block in times] for name, times in good.items()}
+        )
+        for variant, times in good.items():
             self._entry(case, variant)["step_s"].append(median_step_seconds(times))
 
     def _without_failed(self, case: Case, tasks: tuple[Task, ...]) -> tuple[Task, ...]:
         return tuple(task for task in tasks if self._entry(case, task.variant)["status"] == "measured")
 
     def _leave_out(self, case: Case, variant: str, status: str, reason: str) -> None:
-        precision = variants.get(variant).precision
-        self._append(
-            kind="skip", variant=variant, precision=precision, status=status, reason=reason, **_case_fields(case)
-        )
+        if not self._earlier.has_skip(case.name, variant, status, reason):
+            precision = variants.get(variant).precision
+            self._append(
+                kind="skip", variant=variant, precision=precision, status=status, reason=reason, **_case_fields(case)
+            )
         measured = self._entry(case, variant)
         measured["status"], measured["reason"] = status, reason
 
     def _entry(self, case: Case, variant: str) -> Measured:
-        nothing = Measured(status="measured", reason="", step_s=[], setup_s=[], peak_bytes=[], peak_reserved_bytes=[])
-        return self._measured.setdefault((case.name, variant), nothing)
+        """What asv gets of a variant; it begins with what earlier runs have measured where these count."""
+        if (case.name, variant) not in self._measured:
+            entry = Measured(status="measured", reason="", step_s=[], setup_s=[], peak_bytes=[], peak_reserved_bytes=[])
+            entry["step_s"] += self._earlier.step_s(case.name, variant)
+            profile = self._earlier.profile(case.name, variant)
+            if profile is not None:
+                rss_bytes = profile.peak_rss_bytes or 0
+                peak = memory.Peak(profile.peak_allocated_bytes, profile.peak_reserved_bytes, rss_bytes)
+                _add_profile(entry, profile.setup_s, peak)
+            self._measured[case.name, variant] = entry
+        return self._measured[case.name, variant]
 
     def _append(self, **record: object) -> None:
-        fields = {name: _portable(value, self._context.root) for name, value in record.items()}
-        self._store.append(self._context.machine, self._context.commit, [{"run": self._run, **fields}])
+        """Appends a record, and before the first one that of the run: a run that measures nothing leaves no trace."""
+        records = [record] if self._run_record is None else [self._run_record, record]
+        fields = [
+            {"run": self._run, **{name: _portable(value, self._context.root) for name, value in entry.items()}}
+            for entry in records
+        ]
+        self._store.append(self._context.machine, self._context.commit, fields)
+        self._run_record = None
 
-    def _progress(self, case: Case, what: str, begin: float) -> None:
+    def _progress(self, step: Step, what: str, begin: float) -> None:
         """Says what was done, to asv, which takes a silent process for hung, and to whoever watches the progress."""
         self._steps_done += 1
+        seconds = time.monotonic() - begin
         position = f"{self._context.commit[:8]} {self._steps_done:>3}/{self._steps}"
-        line = f"{position}  {case.name:<14} {what}  [{time.monotonic() - begin:.1f} s]"
+        line = f"{position}  {step.case:<14} {what}  [{seconds:.1f} s]"
         print(line, flush=True)
-        if self._context.progress is not None:
-            with self._context.progress.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+        self._progress_file.done(self._context.commit, step, line, seconds)
+
+
+def _add_profile(entry: Measured, setup_s: float, peak: memory.Peak) -> None:
+    entry["setup_s"].append(setup_s)
+    entry["peak_bytes"].append(peak.rss_bytes if peak.allocated_bytes is None else peak.allocated_bytes)
+    if peak.reserved_bytes is not None:
+        entry["peak_reserved_bytes"].append(peak.reserved_bytes)
+
+
+def _without_throttled(times: Sequence[BlockTime], throttled: Collection[int]) -> Sequence[BlockTime]:
+    """The blocks that are judged: of turns in which the GPU was not throttled, if there are any."""
+    return [block for turn, block in enumerate(times) if turn not in throttled] or times
 
 
 def _case_fields(case: Case) -> dict[str, object]:

@@ -3,6 +3,10 @@
 ``results/<machine>/<full commit hash>.samples.jsonl`` holds one JSON object a line (see :mod:`harness.records`),
 beside the files asv keeps there itself. A file is replaced as a whole or left as it was, writers wait for one another,
 and what cannot be read is named in :attr:`History.damage` and skipped, so that one bad line never hides the others.
+
+Of many commits few are looked at closely, so a history reads their files when it is asked for them. Which runs there
+are, and what is damaged, is kept in an index (:mod:`harness.catalogue`). To put results of several machines or branches
+together is to copy files: each has its own, unless the same commit was measured on the same machine twice.
 """
 
 from __future__ import annotations
@@ -12,14 +16,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 
+from harness import records
+from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.records import SCHEMA, Blocks, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
+from harness.whole_files import write_whole
 
 __all__ = [
     "SCHEMA",
@@ -32,10 +41,11 @@ __all__ = [
     "Run",
     "Skip",
     "Store",
-    "write_whole",
 ]
 
 _SUFFIX = ".samples.jsonl"
+_OPEN_FILES = 8
+"""How many commits' samples a history keeps in memory."""
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -65,35 +75,89 @@ class _Measured:
     profiles: tuple[Profile, ...]
     skips: tuple[Skip, ...]
 
+    def of_models(self, models: frozenset[str]) -> _Measured:
+        return _Measured(
+            self.runs,
+            tuple(entry for entry in self.rounds if entry.model in models),
+            tuple(entry for entry in self.profiles if entry.model in models),
+            tuple(entry for entry in self.skips if entry.model in models),
+        )
+
+
+_NOTHING = _Measured((), (), (), ())
+
 
 @dataclass(frozen=True)
 class History:
     """What one machine measured.
 
     ``commits`` are full hashes, oldest first: in the order of git's history where the results lie inside a checkout
-    that knows them; commits it does not know come before those it knows, by the start of their first run.
+    that knows them; commits it does not know come before those it knows, by the start of their first run. ``folder`` is
+    where the results of the machine lie. A part of what was loaded (:meth:`without_snapshots`, :meth:`of_models`) reads
+    the same files.
     """
 
     machine: str
+    folder: Path
     commits: tuple[str, ...]
     damage: tuple[Damage, ...]
-    _measured: Mapping[str, _Measured] = field(repr=False)
+    _runs: Mapping[str, tuple[Run, ...]] = field(repr=False)
+    _stamps: Mapping[str, Stamp] = field(repr=False)
+    _measured: Callable[[str], _Measured] = field(repr=False, compare=False)
+    _models: frozenset[str] | None = None
+
+    def stamp(self, commit: str) -> Stamp:
+        """What the file of a measured commit is recognised by."""
+        return self._stamps[commit]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of all rounds, in the order of the results."""
+        return tuple(dict.fromkeys(entry.model for commit in self.commits for entry in self.rounds(commit)))
+
+    def is_snapshot(self, commit: str) -> bool:
+        """Whether it is the state of a working tree and no commit of the history."""
+        return any(run.snapshot_of is not None for run in self.runs(commit))
+
+    def without_snapshots(self, but: Iterable[str] = ()) -> History:
+        """The history without states of the working tree, except these."""
+        kept = set(but)
+        commits = tuple(commit for commit in self.commits if commit in kept or not self.is_snapshot(commit))
+        return replace(self, commits=commits)
+
+    def of_models(self, models: Iterable[str]) -> History:
+        """The same runs, and of what they measured the part that concerns these models."""
+        return replace(self, _models=frozenset(models))
+
+    def is_about(self, model: str) -> bool:
+        """Whether rounds of this model belong to the history."""
+        return self._models is None or model in self._models
+
+    def whole(self) -> History:
+        """Everything that was loaded, of which this may be a part."""
+        return replace(self, commits=tuple(self._runs), _models=None)
 
     def runs(self, commit: str) -> tuple[Run, ...]:
         """The runs on a commit, earliest first; empty for a commit that was not measured."""
-        return self._measured[commit].runs if commit in self._measured else ()
+        return self._runs.get(commit, ())
 
     def rounds(self, commit: str) -> tuple[Round, ...]:
         """The rounds of all runs on a commit, as written."""
-        return self._measured[commit].rounds if commit in self._measured else ()
+        return self._part(commit).rounds
 
     def profiles(self, commit: str) -> tuple[Profile, ...]:
         """The profiles of all runs on a commit, as written."""
-        return self._measured[commit].profiles if commit in self._measured else ()
+        return self._part(commit).profiles
 
     def skips(self, commit: str) -> tuple[Skip, ...]:
         """The skipped and failed variants of all runs on a commit, as written."""
-        return self._measured[commit].skips if commit in self._measured else ()
+        return self._part(commit).skips
+
+    def _part(self, commit: str) -> _Measured:
+        if commit not in self._runs:
+            return _NOTHING
+        found = self._measured(commit)
+        return found if self._models is None else found.of_models(self._models)
 
 
 class Store:
@@ -162,25 +226,72 @@ class Store:
             known = ", ".join(self.machines()) or "none yet"
             raise ResultsError(folder, f"holds no samples; machines with results: {known}")
         wanted = None if commits is None else set(commits)
+        catalogue = Catalogue(folder / FOLDER / "runs.json", _reader_digest())
         damage: list[Damage] = []
-        measured: dict[str, _Measured] = {}
+        runs: dict[str, tuple[Run, ...]] = {}
+        stamps: dict[str, Stamp] = {}
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
             commit = path.name[: -len(_SUFFIX)]
             if not _COMMIT.fullmatch(commit):
                 damage.append(Damage(path, None, "the name does not begin with a full commit hash"))
-            elif wanted is None or commit in wanted:
-                found = _read(path, commit, damage)
-                if found.runs:
-                    measured[commit] = found
-        return History(machine, self._ordered(measured), tuple(damage), measured)
+                continue
+            try:
+                at = stamp(path)
+                found, problems = _contents(path, commit, at, catalogue)
+            except OSError as error:
+                found, problems = (), [Damage(path, None, f"cannot be read ({error.strerror})")]
+            if wanted is not None and commit not in wanted:
+                continue
+            damage += problems
+            if found:
+                runs[commit], stamps[commit] = found, at
+        catalogue.save()
+        ordered = self._ordered(runs)
+        runs = {commit: runs[commit] for commit in ordered}
+        return History(machine, folder, ordered, tuple(damage), runs, stamps, self._reader(machine))
 
-    def _ordered(self, measured: Mapping[str, _Measured]) -> tuple[str, ...]:
-        position = history_order(measured, self.root)
+    def set_asv_s_damage_aside(self, machine: str) -> tuple[Damage, ...]:
+        """Renames files of asv's that are no JSON to ``<name>.damaged``: asv would stop at them, and makes new ones.
+
+        Returns:
+            What was wrong, under the files' new names.
+
+        Raises:
+            ResultsError: a file cannot be renamed.
+        """
+        found = []
+        for path in sorted([*self.root.glob("*.json"), *(self.root / machine).glob("*.json")]):
+            problem = _problem_of_json(path)
+            if problem is None:
+                continue
+            aside = path.with_name(f"{path.name}.damaged")
+            try:
+                path.replace(aside)
+            except OSError as error:
+                raise ResultsError(path, f"is damaged ({problem}) and cannot be renamed ({error.strerror})") from error
+            found.append(Damage(aside, None, problem))
+        return tuple(found)
+
+    def _reader(self, machine: str) -> Callable[[str], _Measured]:
+        """What reads a commit's file, and remembers the last ones."""
+
+        @lru_cache(maxsize=_OPEN_FILES)
+        def read(commit: str) -> _Measured:
+            path = self._path(machine, commit)
+            try:
+                return _read(path, commit)[0]
+            except OSError as error:
+                raise ResultsError(path, f"could be read before and cannot now ({error.strerror})") from error
+
+        return read
+
+    def _ordered(self, runs: Mapping[str, Sequence[Run]]) -> tuple[str, ...]:
+        position = history_order(runs, self.root)
 
         def age(commit: str) -> tuple[int, datetime, str]:
-            return position.get(commit, -1), measured[commit].runs[0].started, commit
+            return position.get(commit, -1), runs[commit][0].started, commit
 
-        return tuple(sorted(measured, key=age))
+        return tuple(sorted(runs, key=age))
 
     def _path(self, machine: str, commit: str) -> Path:
         if not machine or machine.startswith(".") or Path(machine).name != machine:
@@ -188,25 +299,6 @@ class Store:
         if not _COMMIT.fullmatch(commit):
             raise ResultsError(self.root / machine, f"{commit!r} is not a full lower-case commit hash")
         return self.root / machine / f"{commit}{_SUFFIX}"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that readers see the old content or the new, never a part, even if the process is killed.
-
-    Raises:
-        OSError: the file cannot be written; the old content is still there.
-    """
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 @contextmanager
@@ -259,22 +351,52 @@ def _finite_or_none(entry: object) -> object:
     return entry
 
 
-def _read(path: Path, commit: str, damage: list[Damage]) -> _Measured:
-    """Everything readable in a file; what is not goes to ``damage``."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        damage.append(Damage(path, None, f"cannot be read ({error.strerror})"))
-        return _Measured((), (), (), ())
+def _contents(path: Path, commit: str, at: Stamp, catalogue: Catalogue) -> tuple[tuple[Run, ...], list[Damage]]:
+    """The runs in a file and what is damaged in it, from the catalogue where it has them."""
+    entry = catalogue.find(path.name, at)
+    if isinstance(entry, dict):
+        known = [parse_record(fields) for fields in entry["runs"]]
+        return tuple(run for run in known if isinstance(run, Run)), [Damage(path, *one) for one in entry["damage"]]
+    measured, damage = _read(path, commit)
+    fields = [
+        {**asdict(run), "kind": "run", "schema": SCHEMA, "started": run.started.isoformat()} for run in measured.runs
+    ]
+    catalogue.add(path.name, at, {"runs": fields, "damage": [(entry.line, entry.problem) for entry in damage]})
+    return measured.runs, damage
+
+
+@lru_cache(maxsize=1)
+def _reader_digest() -> str:
+    return code_digest([sys.modules[__name__], records])
+
+
+def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:
+    """Everything readable in a file, and what is not.
+
+    Raises:
+        OSError: the file itself cannot be read.
+    """
+    damage: list[Damage] = []
     numbered: list[tuple[int, Record]] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             numbered.append((number, _parsed(line, commit)))
         except RecordError as error:
             damage.append(Damage(path, number, str(error)))
-    return _measured(path, numbered, damage)
+    return _measured(path, numbered, damage), damage
+
+
+def _problem_of_json(path: Path) -> str | None:
+    """Why a file is no JSON object; None if it is one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        return f"not valid JSON ({error})"
+    return None if isinstance(content, dict) else "not a JSON object"
 
 
 def _parsed(line: bytes, commit: str) -> Record:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness import formats
+from harness.metrics import samples_of, word
 from harness.names import is_diagnostic, is_kitsune, label
-from harness.rows import Comparison, Parity, Row
+from harness.rows import Comparison, Contrast, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.variants import VARIANTS
@@ -66,7 +67,13 @@ class Table:
 
     def on(self, medium: Medium) -> Table:
         """The table with the columns that this medium shows."""
-        kept = [index for index in range(len(self.columns)) if self._is_shown(index, medium)]
+        return self._of([index for index in range(len(self.columns)) if self._is_shown(index, medium)])
+
+    def without(self, heading: str) -> Table:
+        """The table without the column of this heading."""
+        return self._of([index for index, column in enumerate(self.columns) if column.heading != heading])
+
+    def _of(self, kept: Sequence[int]) -> Table:
         columns = tuple(self.columns[index] for index in kept)
         return Table(columns, tuple(tuple(row[index] for index in kept) for row in self.rows))
 
@@ -126,7 +133,11 @@ def change_table(comparison: Comparison) -> Table:
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
-        Column("verdict", "whether the whole interval lies beyond the margin"),
+        Column(
+            "verdict",
+            "whether the whole interval lies beyond the margin, not by chance among so many rows",
+        ),
+        Column("margin", "what does not matter here: at least that of the comparison, twice the noise", numeric=True),
         Column("before", "time at the older commit as a multiple of the control's in the same processes", numeric=True),
         Column("after", "the same at the newer commit", numeric=True),
         Column(
@@ -140,6 +151,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.skip.variant, tone=Tone.STRONG, words=label(entry.skip.variant)),
             Cell(formats.ABSENT),
             Cell("lost", tone=Tone.BAD, detail=entry.skip.reason),
+            Cell(formats.ABSENT),
             Cell("measured"),
             Cell(entry.skip.status),
             Cell(formats.ABSENT),
@@ -153,6 +165,7 @@ def change_table(comparison: Comparison) -> Table:
             Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
             Cell(formats.change(entry.ratio), entry.ratio.ratio),
             verdict_cell(entry.verdict),
+            Cell(formats.share(entry.margin), entry.margin),
             Cell(formats.ratio_with_interval(entry.base), entry.base.ratio),
             Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
             Cell(entry.control, words=label(entry.control)),
@@ -160,6 +173,40 @@ def change_table(comparison: Comparison) -> Table:
         for entry in sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
     ]
     return Table(columns, (*lost, *changed))
+
+
+def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table:
+    """Metrics on two sides, what became worse first.
+
+    Args:
+        base: what to call the side of base.
+        head: what to call that of head.
+    """
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("metric", "what is compared", needless_if_same=True),
+        Column(base, "the value on this side", numeric=True),
+        Column(head, "the value on this side", numeric=True),
+        Column("change", f"{head} against {base}, with its 95% interval: positive takes more", numeric=True),
+        Column("verdict", "whether the whole interval lies beyond the margin, not by chance among so many rows"),
+        Column("margin", "what does not matter here: at least that of the metric, twice the noise", numeric=True),
+    )
+    rows = [
+        (
+            *_case_cells(entry.case),
+            Cell(entry.precision),
+            Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
+            Cell(entry.metric),
+            Cell(_in_unit(entry.base, entry.unit), entry.base),
+            Cell(_in_unit(entry.head, entry.unit), entry.head),
+            Cell(formats.change(entry.ratio, samples_of(entry.metric)), entry.ratio.ratio),
+            Cell(word(entry.metric, entry.verdict), tone=_VERDICT_TONES[entry.verdict]),
+            Cell(formats.share(entry.margin), entry.margin),
+        )
+        for entry in sorted(contrasts, key=lambda contrast: contrast.verdict is not Verdict.SLOWER)
+    ]
+    return Table(columns, tuple(rows))
 
 
 def skip_table(comparison: Comparison) -> Table:
@@ -197,7 +244,7 @@ def damage_table(comparison: Comparison) -> Table:
 
 
 def history_table(comparison: Comparison) -> Table:
-    """Each of Kitsune's forms at every measured commit."""
+    """Each of Kitsune's forms at the last measured commits."""
     columns = (
         Column("commit", "oldest first"),
         *_CASE_COLUMNS,
@@ -216,7 +263,56 @@ def history_table(comparison: Comparison) -> Table:
             _speedup_cell(point.ratio),
         )
         for series in comparison.history
-        for point in series.points
+        for point in series.recent
+    ]
+    return Table(columns, tuple(rows))
+
+
+def level_table(comparison: Comparison) -> Table:
+    """Where the level of Kitsune's forms changed over the history, the latest changes first."""
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("change of time", "the level after it against the one before, as multiples of eager's", numeric=True),
+        Column("verdict", "in which direction; only changes of at least 2% that are hardly chance are listed"),
+        Column("first at", "the commit since which it most likely is so"),
+        Column("after", "the last commit that surely was at the old level"),
+        Column("up to", "the last commit at which, with 95% confidence, it can have changed"),
+        Column("without value", "commits in that range where this was not measured", numeric=True),
+    )
+    position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
+    found = [(series, change) for series in comparison.history for change in series.changes]
+    rows = [
+        (
+            *_case_cells(series.case),
+            Cell(series.precision),
+            Cell(series.variant, words=label(series.variant)),
+            Cell(formats.percent_change(change.ratio), change.ratio),
+            Cell("slower", tone=Tone.BAD) if change.is_worse else Cell("faster", tone=Tone.GOOD),
+            Cell(change.first.short, position[change.first.sha], detail=change.first.subject),
+            Cell(change.before.short, position[change.before.sha]),
+            Cell(change.latest.short, position[change.latest.sha]),
+            Cell(str(change.missing), change.missing),
+        )
+        for series, change in sorted(found, key=lambda entry: -position[entry[1].first.sha])
+    ]
+    return Table(columns, tuple(rows))
+
+
+def environment_table(comparison: Comparison) -> Table:
+    """Where the history's environment changed: what happens there is not known to be the code's doing."""
+    columns = (
+        Column("commit", "the first measured in the new environment"),
+        Column("before", "the last measured in the old one"),
+        Column("what changed", "facts of the machine and its software that change what is measured"),
+    )
+    rows = [
+        (
+            Cell(entry.commit.short, detail=entry.commit.subject),
+            Cell(entry.before.short),
+            Cell(", ".join(f"{name}: {_fact(old)} → {_fact(new)}" for name, (old, new) in entry.facts.items())),
+        )
+        for entry in comparison.environment_changes
     ]
     return Table(columns, tuple(rows))
 
@@ -227,7 +323,11 @@ def summary_table(comparison: Comparison) -> Table:
         Column("variant", "one of Kitsune's forms"),
         Column("precision", "as in the table of variants"),
         Column("device", "where it ran"),
-        Column("over eager", "geometric mean of the speed-ups over eager in the same precision", numeric=True),
+        Column(
+            "over eager",
+            "geometric mean of the speed-ups over eager in the same precision; its interval is for these very cases",
+            numeric=True,
+        ),
         Column("over best peer", "geometric mean of those over the best peer of each case", numeric=True),
         Column("cases", "how many cases the means are over", numeric=True),
     )
@@ -236,8 +336,8 @@ def summary_table(comparison: Comparison) -> Table:
             Cell(summary.variant, tone=Tone.STRONG, words=label(summary.variant)),
             Cell(summary.precision),
             Cell(summary.device),
-            Cell(_times(summary.over_eager), summary.over_eager),
-            Cell(_times(summary.over_peer), summary.over_peer),
+            _speedup_cell(summary.over_eager),
+            _speedup_cell(summary.over_peer),
             Cell(str(summary.cases), summary.cases),
         )
         for summary in comparison.summaries
@@ -354,8 +454,10 @@ def _damage_cells(problems: Sequence[tuple[int | None, str]]) -> tuple[Cell, Cel
     return Cell(formats.counted(len(problems), "line"), tone=Tone.BAD), Cell(f"line {line}: {problem}")
 
 
-def _times(speedup: float | None) -> str:
-    return formats.ABSENT if speedup is None else f"{formats.ratio(speedup)}×"
+def _in_unit(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return formats.size(int(value))
+    return formats.seconds(value) if unit == "s" else f"{formats.ratio(value)}×"
 
 
 def _fact(value: object) -> str:

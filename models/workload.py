@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -34,11 +34,11 @@ class Workload:
     data: Data
     default_batch_size: Mapping[str, int]
     """By device type: "cpu" and "cuda"."""
-    batch_sizes: Mapping[str, tuple[int, ...]]
-    """The sizes of a sweep, ascending, by device type; the default is among them."""
-    learning_rate: float
+    batch_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The sizes of a sweep, ascending, by device type; the default is among them. None are the default alone."""
+    learning_rate: float = 1e-3
     """For Adam on the synthetic data."""
-    channels_last: bool
+    channels_last: bool = False
     """Whether an expert would train it in `torch.channels_last`."""
 
     def batch(self, batch_size: int, *, index: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

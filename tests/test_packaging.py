@@ -81,7 +81,7 @@ class TestMakefile:
     def test_the_present_interpreter_installs_nothing(self) -> None:
         plan = make("--dry-run", "bench", "test", "PYTHON_ENV=system", f"PYTHON={sys.executable}")
         assert plan.returncode == 0
-        assert f"{sys.executable} -m harness.bench" in plan.stdout
+        assert f"{sys.executable} -m harness.run --until rounds --report report.html" in plan.stdout
         assert f"{sys.executable} -m pytest" in plan.stdout
         assert "pip" not in plan.stdout
         assert ".venv" not in plan.stdout.replace(sys.executable, "")

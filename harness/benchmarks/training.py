@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from harness import context, profiles, variants
+from harness.failures import describe
 from harness.processes import Launcher
+from harness.progress import ProgressFile
 
 if TYPE_CHECKING:
     from harness.session import Measured
@@ -43,7 +45,13 @@ class Training:
         launcher = Launcher()
         from harness.session import Session  # imports torch, which the processes that only read results need not
 
-        return Session(context.from_environment(), launcher).measure()
+        surroundings = context.from_environment()
+        try:
+            context.check_checkout(surroundings)
+            return Session(surroundings, launcher).measure()
+        except Exception as error:
+            ProgressFile(surroundings.progress).problem(surroundings.commit, describe(error))
+            raise
 
     vars(setup_cache)["timeout"] = _LONGEST_SILENCE_S
 
@@ -78,6 +86,18 @@ class Training:
         """Peak memory that torch took from the GPU in the steady state; there is none on the CPU."""
         entry = _successful(measured[case, variant])
         return _samples(entry["peak_reserved_bytes"])
+
+
+_OWN_CASES = [case.name for model in context.own_models() for case in model.cases()]
+
+if _OWN_CASES:
+
+    class OwnModels(Training):
+        """The same of the user's own models: benchmarks of another name, so that asv's results of the harness's own
+        models keep the parameters that they have.
+        """
+
+        params = (list(variants.names()), list(dict.fromkeys(_OWN_CASES)))
 
 
 def _successful(entry: Measured) -> Measured:

@@ -78,10 +78,9 @@ def history(comparison: Comparison) -> list[Figure]:
     figures = []
     for index, case in enumerate(_cases(series for series in comparison.history if len(series.points) > 1)):
         members = [series for series in comparison.history if series.case == case]
-        speedups = [point.ratio.inverted() for series in members for point in series.points]
-        layout = style.layout(
-            xaxis=axis, yaxis=style.speedup_axis(speedups), shapes=[style.line_at_one("y")], legend=True
-        )
+        speedups = [point.ratio.inverted() for series in members for point in series.recent]
+        shapes = [style.line_at_one("y"), *_change_lines(members)]
+        layout = style.layout(xaxis=axis, yaxis=style.speedup_axis(speedups), shapes=shapes, legend=True)
         variants = [series.variant for series in members]
         traces = []
         for series in members:
@@ -189,24 +188,38 @@ def _setup_and_break_even(row: Row) -> str:
 
 
 def _line(series: Series) -> Spec:
-    speedups = [point.ratio.inverted() for point in series.points]
+    speedups = [point.ratio.inverted() for point in series.recent]
     name = style.variant_name(series.variant)
     hovers = [
         f"<b>{name}</b><br>{style.shown(formats.commit(point.commit))}<br>"
         f"{formats.ratio_with_interval(speedup)} × as fast as eager<br>{formats.seconds(point.seconds)} per step"
-        for point, speedup in zip(series.points, speedups, strict=True)
+        for point, speedup in zip(series.recent, speedups, strict=True)
     ]
     return {
         "type": "scatter", "mode": "lines+markers",
-        "x": [point.commit.short for point in series.points], "y": [speedup.ratio for speedup in speedups],
+        "x": [point.commit.short for point in series.recent], "y": [speedup.ratio for speedup in speedups],
         "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
         "marker": {"size": 8, "symbol": style.symbol(series.variant)}, "hoverinfo": "text", "hovertext": hovers,
     }  # fmt: skip
 
 
+def _change_lines(members: Iterable[Series]) -> list[Spec]:
+    """A dotted line in a series' colour where its level changed, as far as the chart reaches."""
+    return [
+        {
+            "type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1,
+            "x0": change.first.short, "x1": change.first.short,
+            "line": {"color": style.colour(series.variant), "width": 1.5, "dash": "dot"},
+        }
+        for series in members
+        for change in series.changes
+        if change.first in [point.commit for point in series.recent]
+    ]  # fmt: skip
+
+
 def _band(series: Series) -> Spec:
     """The interval as a closed outline: up along the upper bounds, back along the lower ones."""
-    bounded = [(point.commit.short, point.ratio.inverted()) for point in series.points if point.ratio.has_interval]
+    bounded = [(point.commit.short, point.ratio.inverted()) for point in series.recent if point.ratio.has_interval]
     return {
         "type": "scatter", "mode": "none", "fill": "toself",
         "x": [commit for commit, _ in bounded] + [commit for commit, _ in reversed(bounded)],

@@ -14,7 +14,7 @@ from harness.comparison import LOSS_TOLERANCE
 from harness.report import figures, markup, step_figures
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
-from harness.rows import Comparison, Tally
+from harness.rows import SHOWN_POINTS, Comparison, Tally
 from harness.stats import Verdict
 from harness.tables import Table
 
@@ -141,9 +141,10 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
         _Section(
             "History",
             "History",
-            "Kitsune's speed-up over eager at every measured commit, oldest first, with its 95% interval. Solid lines"
-            " are fp32, dashed ones amp.",
-            _explained_charts(charts["history"], tables.history_table(comparison)),
+            f"Kitsune's speed-up over eager at the last {SHOWN_POINTS} measured commits, oldest first, with its 95%"
+            " interval. Solid lines are fp32, dashed ones amp. Where a dotted line stands, a level changed for three"
+            " commits or more. All such changes, and those of the environment, are listed below.",
+            _history(comparison, charts["history"]),
         ),
         _Section(
             "Loss",
@@ -216,6 +217,13 @@ def _explained_charts(drawn: Sequence[Figure], numbers: Table) -> str:
         return ""
     table = markup.table(numbers)
     return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{table}</details>"
+
+
+def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    """The lines, the changes of level, those of the environment; empty where there is but one commit."""
+    found = (tables.level_table(comparison), tables.environment_table(comparison))
+    listed = "".join(markup.table(table) for table in found if table.rows)
+    return _explained_charts(drawn, tables.history_table(comparison)) + listed
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:

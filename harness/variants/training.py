@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import models
+from harness import context, workloads
 from harness.variants.catalogue import Precision, Variant
 
 _NUM_BATCHES = 8
@@ -43,7 +45,9 @@ class Ingredients:
 def prepare(variant: Variant, model: str, batch_size: int, device: torch.device) -> Ingredients:
     """A fresh model and its batches: the same values for every variant, each in its own memory."""
     torch.manual_seed(_SEED)
-    return ingredients(variant, models.build(model, seed=_SEED), batch_size, device)
+    own = context.own_models()
+    workload = workloads.build(model, own, context.workload_root() if own else Path())
+    return ingredients(variant, workload, batch_size, device)
 
 
 def ingredients(variant: Variant, workload: models.Workload, batch_size: int, device: torch.device) -> Ingredients:

@@ -1,13 +1,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness import compare
+from harness import asv_process, compare, comparison, render, worktree
+from harness.narrowing import narrowed
+from harness.project import Project
+from harness.rows import EnvironmentChange, LevelChange
 from harness.store import Store
 from tests.harness import sample
+from tests.harness.checkout import ROOT
+from tests.harness.json_schema import Schema
+from tests.harness.repository import git
 from tests.harness.sample import COMMITS, CPU_MACHINE, GPU_MACHINE
 
 
@@ -302,3 +309,375 @@ def test_the_module_is_a_command_that_does_not_wait_for_torch(results: Path) -> 
     assert done.returncode == 0, done.stderr
     assert b"? same code" not in done.stdout
     assert done.stdout.isascii()
+
+
+SCHEMA = Schema(ROOT / "docs" / "compare.schema.json")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--machine", GPU_MACHINE, "--metric", "ratio", "--metric", "time", "--metric", "setup", "--metric", "memory"],
+        ["--machine", CPU_MACHINE],
+        ["--machine", GPU_MACHINE, "--variants", "eager_amp", "kitsune_trainstep_amp", "--metric", "memory"],
+        ["--machines", GPU_MACHINE, GPU_MACHINE],
+    ],
+)
+def test_every_json_document_is_as_its_schema_says(results: Path, tmp_path: Path, arguments: list[str]) -> None:
+    path = tmp_path / "out.json"
+    damaged = results / GPU_MACHINE / f"{'d' * 40}.samples.jsonl"
+    damaged.write_text("no json\n")
+    assert compare.main(["--results", str(results), "--json", str(path), *arguments]) == 0
+    damaged.unlink()
+
+    assert SCHEMA.problems(json.loads(path.read_text())) == []
+
+
+def test_changes_over_the_history_are_in_documents_and_can_be_narrowed_down(results: Path) -> None:
+    found = comparison.compare(Store(results).load(GPU_MACHINE), folder=results)
+    change = LevelChange(*found.commits, missing=0, ratio=1.08, p_value=1e-3, is_worse=True)
+    moved = EnvironmentChange(found.commits[0], found.commits[1], {"torch": ("2.12.0", "2.13.0")})
+    series = replace(found.history[0], changes=(change,))
+    found = replace(found, history=(series,), environment_changes=(moved,))
+
+    document = json.loads(render.json_document(found))
+    assert SCHEMA.problems(document) == []
+    assert (len(document["level_changes"]), len(document["environment_changes"])) == (1, 1)
+    for title in ("Changes of level", "Changes of the environment"):
+        assert title in render.text(found)
+        assert f"### {title}" in render.markdown(found)
+    assert narrowed(found, "regressed").history[0].changes == (change,)
+    assert "Changes of level" not in render.text(found, shown=narrowed(found, "inconclusive"))
+
+
+def test_the_judge_of_documents_finds_what_is_wrong(results: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    compare.main(["--results", str(results), "--machine", GPU_MACHINE, "--json", str(path)])
+    document = json.loads(path.read_text())
+    del document["rows"][0]["seconds"]
+    document["rows"][1]["case"]["batch"] = "64"
+    document["rows"][2]["new"] = 1
+
+    problems = "\n".join(SCHEMA.problems(document))
+
+    for words in ("rows[0] has no seconds", "rows[1].case.batch: '64' is no integer", "rows[2].new is not described"):
+        assert words in problems
+
+
+def test_only_what_regressed_is_listed_and_all_is_counted(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE, "--only", "regressed", "--json", str(path)]
+    assert compare.main([*arguments, "--fail-on", "regression"]) == 1
+
+    out = capsys.readouterr().out
+    document = json.loads(path.read_text())
+    assert out.startswith("1 regression found in 12 comparisons")
+    assert [(row["case"]["model"], row["variant"]) for row in document["rows"]] == [
+        ("lenet", "eager_amp"), ("lenet", "handcaptured_amp"), ("lenet", "kitsune_trainstep_amp"),
+    ]  # fmt: skip
+    assert [change["verdict"] for change in document["changes"]] == ["slower"]
+    assert not any(line.startswith("mlp") for line in out.splitlines())
+
+
+def test_only_what_changed_may_be_nothing(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--results", str(results), "--machine", CPU_MACHINE, "--only", "changed"]
+    assert compare.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "No regression found" in out
+    assert "kitsune_dropin_fp32" not in out.partition("Not measured")[0]
+
+
+def test_models_are_judged_alone(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE, "--fail-on", "regression"]
+    assert compare.main([*arguments, "--model", "mlp", "--model", "resnet18"]) == 0
+    out = capsys.readouterr().out
+    assert "No regression found in 8 comparisons" in out
+    assert "geometric mean of 2 cases" in out
+    assert "lenet" not in out
+    assert compare.main([*arguments, "--model", "vgg"]) == 2
+    assert "model 'vgg' is not measured on nvidia-h200; measured: mlp, lenet, resnet18" in capsys.readouterr().err
+
+
+def test_metrics_are_judged_by_margins_of_their_own(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE, "--json", str(path), "--model", "lenet"]
+    assert compare.main([*arguments, "--metric", "time", "--margin", "time=0.01", "--fail-on", "regression"]) == 1
+    document = json.loads(path.read_text())
+    slower = [entry for entry in document["contrasts"] if entry["verdict"] == "slower"]
+    assert document["changes"] == []
+    assert document["margins"] == {"time": 0.01}
+    assert [entry["variant"] for entry in slower] == ["kitsune_trainstep_amp"]
+    assert slower[0]["ratio"]["ratio"] == pytest.approx(slower[0]["head"] / slower[0]["base"], rel=0.05)
+    assert compare.main([*arguments, "--metric", "time", "--margin", "0.3", "--fail-on", "regression"]) == 0
+    capsys.readouterr()
+
+    assert compare.main([*arguments, "--metric", "memory", "--metric", "setup", "--fail-on", "inconclusive"]) == 1
+    found = {(entry["metric"], entry["verdict"]) for entry in json.loads(path.read_text())["contrasts"]}
+    assert found == {("memory", "same"), ("setup", "inconclusive")}
+    assert "(one run)" in capsys.readouterr().out
+
+
+def test_noise_widens_the_margin_of_a_metric_s_row(results: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    assert (
+        compare.main(["--results", str(results), "--machine", CPU_MACHINE, "--metric", "time", "--json", str(path)])
+        == 0
+    )
+    document = json.loads(path.read_text())
+    margins = [entry["margin"] for entry in document["contrasts"]]
+    assert document["margins"] == {"time": 0.03}
+    assert all(0.03 <= margin <= 0.10 for margin in margins)
+    assert max(margins) > 0.03
+
+
+@pytest.mark.parametrize(("failure", "machine", "code"), [("failure", GPU_MACHINE, 1), ("failure", CPU_MACHINE, 0)])
+def test_other_things_to_fail_on(results: Path, failure: str, machine: str, code: int) -> None:
+    assert compare.main(["--results", str(results), "--machine", machine, "--fail-on", failure]) == code
+
+
+def test_damage_and_losses_can_be_failed_on(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path)
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on"]
+    assert [compare.main([*arguments, failure]) for failure in ("damage", "loss")] == [0, 0]
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    lines = newest.read_text().splitlines()
+    index = next(k for k, line in enumerate(lines) if '"profile","run"' in line and '"kitsune_dropin_fp32"' in line)
+    record = json.loads(lines[index])
+    lines[index] = json.dumps({**record, "losses": [[step, 9.0] for step, _ in record["losses"]]})
+    newest.write_text("\n".join(lines) + "\nno json\n")
+    assert [compare.main([*arguments, failure]) for failure in ("damage", "loss")] == [1, 1]
+
+
+def test_two_variants_of_a_commit_are_compared_pair_by_pair(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_path, markdown_path = tmp_path / "out.json", tmp_path / "out.md"
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE]
+    sides = ["--variants", "handcaptured_amp", "kitsune_trainstep_amp"]
+    outputs = ["--json", str(json_path), "--markdown", str(markdown_path)]
+    assert compare.main([*arguments, *sides, *outputs, "--fail-on", "regression"]) == 1
+    assert compare.main([*arguments, *sides, COMMITS[1], "--fail-on", "regression"]) == 0
+
+    document = json.loads(json_path.read_text())
+    verdicts = {entry["case"]["model"]: entry["verdict"] for entry in document["contrasts"]}
+    assert document["kind"] == "variants"
+    assert verdicts == {"mlp": "faster", "lenet": "slower", "resnet18": "same"}
+    out = capsys.readouterr().out
+    assert out.startswith("kitsune_trainstep_amp takes less than handcaptured_amp in 1 of 3 rows, more in 1")
+    assert "## kitsune\\_trainstep\\_amp takes less" in markdown_path.read_text()
+    compare.main([*arguments, *sides, "--only", "changed"])
+    assert "resnet18" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--variants", "eager_amp", "nothing"], "'nothing' was not timed at c05d61ef; timed there: "),
+        (["--machines", GPU_MACHINE, CPU_MACHINE], "have no case, variant and metric in common"),
+        (["--machines", GPU_MACHINE, "nowhere"], "machines with results"),
+        ([f"{COMMITS[0]}...{COMMITS[1]}"], "git finds no commit from which both"),
+        (["--bisect", "--machine", CPU_MACHINE], "the regression was measured on"),
+    ],
+)
+def test_sides_that_cannot_be_compared_are_one_line(
+    results: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = [] if "--machine" in arguments or "--machines" in arguments else ["--machine", GPU_MACHINE]
+    assert compare.main(["--results", str(results), *arguments, *extra]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_one_commit_on_two_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path)
+    (tmp_path / GPU_MACHINE).rename(tmp_path / "other-gpu")
+    sample.write_gpu_history(tmp_path, slowdown=1.5)
+    path = tmp_path / "out.json"
+    arguments = ["--results", str(tmp_path), "--machines", "other-gpu", GPU_MACHINE, "--json", str(path)]
+    assert compare.main(arguments) == 0
+    document = json.loads(path.read_text())
+    slower = {
+        (entry["case"]["model"], entry["variant"]) for entry in document["contrasts"] if entry["verdict"] == "slower"
+    }
+    assert slower == {("lenet", "kitsune_trainstep_amp")}
+    assert f"{GPU_MACHINE} takes less than other-gpu in 0 of 53 rows" in capsys.readouterr().out
+    assert compare.main([*arguments, "--metric", "ratio", "--model", "lenet"]) == 0
+    ratios = json.loads(path.read_text())["contrasts"]
+    assert {entry["unit"] for entry in ratios} == {"times eager"}
+    assert not any(entry["variant"].startswith("eager") for entry in ratios)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["a..b", "c"], "is a range already"),
+        (["a", "b..c"], "give it alone"),
+        (["--worktree", "a", "b"], "give BASE alone"),
+        (["--variants", "a", "b", "--machines", "a", "b"], "cannot be compared at the same time"),
+        (["--variants", "a", "b", "--html", "x"], "--html is for the comparison of commits"),
+        (["--machines", "a", "b", "--fail-on", "loss"], "--fail-on loss is for the comparison of commits"),
+        (["--machines", "a", "b", "--machine", "a"], "leave out --machine"),
+        (["--variants", "a", "b", "c..d"], "compared at one commit"),
+        (["--margin", "speed=0.1"], "'speed' is no metric"),
+    ],
+)
+def test_options_that_contradict_one_another_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compare.main(arguments)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_every_row_has_a_command_that_measures_it_again(
+    results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE, "--json", str(path)]
+    compare.main(arguments)
+    command = (
+        f"python -m harness.run {COMMITS[2][:12]} --profile full --case lenet-b64 --variant eager_amp"
+        " --variant handcaptured_compile_amp --variant handcaptured_amp --variant kitsune_trainstep_amp"
+    )
+    assert [line for line in capsys.readouterr().out.splitlines() if "harness.run" in line] == [f"  {command}"]
+    document = json.loads(path.read_text())
+    (slower,) = [change for change in document["changes"] if change["verdict"] == "slower"]
+    assert slower["reproduce"] == command
+    assert all("--case" in row["reproduce"] and row["variant"] in row["reproduce"] for row in document["rows"])
+    compare.main([*arguments, "--reproduce"])
+    assert sum("harness.run" in line for line in capsys.readouterr().out.splitlines()) > 30
+
+
+def test_colours_can_be_asked_for_and_forbidden(
+    results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE]
+    compare.main([*arguments, "--color", "always"])
+    assert "\x1b[" in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    compare.main([*arguments, "--color", "never"])
+    assert "\x1b[" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """Three measured commits of a repository, and its working tree, in which something was changed and measured."""
+    root = tmp_path / "tree"
+    (root / "kitsune").mkdir(parents=True)
+    git(root, "init", "--quiet", "--initial-branch=main")
+    found = Project(root, root, is_kitsune=True)
+    sample.write_gpu_history(found.results)
+    for number, invented in enumerate(COMMITS):
+        (root / "kitsune" / "step.py").write_text(f"{number}\n")
+        git(root, "add", "kitsune")
+        git(root, "commit", "--quiet", "--message", str(number))
+        move_results(found, invented, git(root, "rev-parse", "HEAD"))
+    (root / "kitsune" / "step.py").write_text("changed\n")
+    head = git(root, "rev-parse", "HEAD")
+    path = found.results / GPU_MACHINE / f"{head}.samples.jsonl"
+    snapshot = worktree.snapshot(root, ("kitsune",)).commit
+    records = path.read_text().replace(head, snapshot).replace('"kind":"run"', f'"kind":"run","snapshot_of":"{head}"')
+    path.with_name(f"{snapshot}.samples.jsonl").write_text(records)
+    monkeypatch.setattr(compare.project, "here", lambda: found)
+    return found
+
+
+def move_results(project: Project, old: str, new: str) -> None:
+    path = project.results / GPU_MACHINE / f"{old}.samples.jsonl"
+    path.with_name(f"{new}.samples.jsonl").write_text(path.read_text().replace(old, new))
+    path.unlink()
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The subjects of the commits that are compared, the older first."""
+    assert compare.main([*arguments, "--machine", GPU_MACHINE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.split(maxsplit=2)[2].rpartition(" (")[0] for line in lines if line.startswith(("against", "commit"))][
+        ::-1
+    ]
+
+
+def test_a_state_of_the_working_tree_is_compared_only_when_it_is_asked_for(
+    tree: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = git(tree.root, "rev-parse", "--short=8", "HEAD")
+    assert compared(capsys) == ["1", "2"]
+    assert compared(capsys, "--worktree") == ["2", f"Working tree on {head}"]
+    assert compared(capsys, "HEAD~1", "--worktree") == ["1", f"Working tree on {head}"]
+
+
+def test_a_working_tree_that_is_not_measured_as_it_is_says_how_to(
+    tree: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree.root / "kitsune" / "step.py").write_text("changed again\n")
+    assert compare.main(["--worktree", "--machine", GPU_MACHINE]) == 2
+    assert "run `python -m harness.run --worktree`" in capsys.readouterr().err
+    git(tree.root, "checkout", "--quiet", "kitsune")
+    assert compare.main(["--worktree", "--machine", GPU_MACHINE]) == 2
+    assert "nothing that is measured was changed" in capsys.readouterr().err
+
+
+def test_ranges_and_tags(tree: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    git(tree.root, "tag", "v1", "HEAD~2")
+    git(tree.root, "branch", "side", "HEAD~1")
+    assert compared(capsys, "v1..HEAD") == ["0", "2"]
+    assert compared(capsys, "v1..side") == ["0", "1"]
+    assert compared(capsys, "side...") == ["1", "2"]
+    assert compared(capsys, "v1", "main~1") == ["0", "1"]
+
+
+def test_a_regression_is_handed_to_asv(
+    tree: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HARNESS_MACHINE", GPU_MACHINE)
+    newest = git(tree.root, "rev-parse", "HEAD")
+    (tree.results / GPU_MACHINE / f"{newest}.samples.jsonl").unlink()
+    slow = tree.home / "slow"
+    sample.write_gpu_history(slow, slowdown=1.3)
+    path = slow / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    (tree.results / GPU_MACHINE / f"{newest}.samples.jsonl").write_text(path.read_text().replace(COMMITS[2], newest))
+    program = "import os, sys; print(sys.argv[1:], os.environ['HARNESS_CASES'])"
+    monkeypatch.setattr(asv_process, "command", lambda project, *rest: [sys.executable, "-c", program, *rest])
+    assert compare.main(["--bisect"]) == 0
+    told = capfd.readouterr().out.splitlines()[-1]
+    assert told.startswith("['find', '")
+    assert told.endswith(" lenet-b64")
+    assert compare.main(["--bisect", "--model", "mlp"]) == 2
+    assert "nothing to search for" in capfd.readouterr().err
+
+
+def test_results_of_what_was_renamed_since_are_read_like_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path)
+    for commit in COMMITS[:2]:
+        path = tmp_path / GPU_MACHINE / f"{commit}.samples.jsonl"
+        renamed = path.read_text().replace('"kitsune_dropin_', '"kitsune_wrapper_').replace("lenet", "lenet5")
+        path.write_text(renamed)
+    assert compare.main(["--results", str(tmp_path), "--fail-on", "regression", "--fail-on", "damage"]) == 0
+    out = capsys.readouterr().out
+    assert "No regression found in 4 comparisons" in out
+    assert compare.main(["--results", str(tmp_path), COMMITS[0], COMMITS[1]]) == 0
+    assert "kitsune_wrapper_fp32" in capsys.readouterr().out
+
+
+def test_rounds_without_samples_are_named_and_the_others_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path)
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    lines = newest.read_text().splitlines()
+    index = next(k for k, line in enumerate(lines) if '"kind":"round"' in line)
+    record = json.loads(lines[index])
+    empty = {name: {"wall_s": [], "device_s": []} for name in record["blocks"]}
+    lines[index] = json.dumps({**record, "blocks": empty})
+    lines.append(json.dumps({**record, "round": 99, "blocks": {}}))
+    newest.write_text("\n".join(lines) + "\n")
+    assert compare.main(["--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"{newest}: 2 lines: line {index + 1}: blocks['eager_fp32'].wall_s: expected a list of at least one" in out
+    assert "kitsune_trainstep_amp" in out

@@ -1,3 +1,4 @@
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import render
 from harness.comparison import compare
 from harness.rows import Comparison, Parity, Row
 from harness.selection import ComparisonError, choose_machine
@@ -28,9 +30,10 @@ def write(
     rounds: int = 5,
     facts: Mapping[str, object] | None = None,
     extra: tuple[Mapping[str, object], ...] = (),
+    noise: sample.Noise | None = None,
 ) -> None:
-    """One run of one case with true times and GPU-like noise, different for every run."""
-    simulator = sample.Simulator(random.Random(f"{commit}{run}"))
+    """One run of one case with true times and noise (GPU-like unless told), different for every run."""
+    simulator = sample.Simulator(random.Random(f"{commit}{run}"), noise or sample.Noise())
     started = datetime(2026, 1, day, tzinfo=timezone.utc)
     records = [sample.run_record(run, commit, {"device": "x", "torch": "2.13.0"} | dict(facts or {}), started=started)]
     records += [sample.round_record(run, k, CASE, simulator.blocks(seconds)) for k in range(rounds)]
@@ -87,9 +90,10 @@ def test_summaries_are_geometric_means_over_cases(tmp_path: Path) -> None:
 
     ratios = [row.ratio.ratio for row in comparison.rows if row.variant == step.variant and row.ratio]
     assert step.cases == 3
-    assert step.over_eager == pytest.approx(math.prod(ratios) ** (-1 / 3))
+    assert step.over_eager.ratio == pytest.approx(math.prod(ratios) ** (-1 / 3))
+    assert step.over_eager.low < step.over_eager.ratio < step.over_eager.high
     assert step.over_peer is not None
-    assert step.over_peer < 1
+    assert step.over_peer.ratio < 1
 
 
 def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) ->
         for row in comparison.rows
         if row.variant == step.variant and row.ratio and row.case.batch == (128 if row.case.model == "resnet18" else 64)
     ]
-    assert step.over_eager == pytest.approx(math.prod(shared) ** (-1 / 3))
+    assert step.over_eager.ratio == pytest.approx(math.prod(shared) ** (-1 / 3))
 
 
 def test_without_arguments_the_newest_commit_is_held_against_the_one_before(tmp_path: Path) -> None:
@@ -335,6 +339,32 @@ def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
     assert lengths["mlp", "kitsune_trainstep_fp32"] == 2  # the first commit has no TrainStep
 
 
+def test_a_noisy_benchmark_has_a_wider_margin(tmp_path: Path) -> None:
+    times = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4}
+    for day, commit in enumerate((OLD, NEW), start=1):
+        write(tmp_path / "quiet", commit, times, day=day)
+        write(tmp_path / "noisy", commit, times, day=day, noise=sample.Noise(process=0.03))
+
+    (quiet,), (noisy,) = (compared(tmp_path / name).changes for name in ("quiet", "noisy"))
+
+    assert quiet.margin == 0.03
+    assert 0.04 < noisy.margin <= 0.1
+    assert row_of(compared(tmp_path / "noisy"), "kitsune_dropin_fp32").margin > 0.03
+
+
+def test_a_restless_history_widens_a_margin_within_bounds(tmp_path: Path) -> None:
+    noise = sample.Noise(process=0.015)
+    for day in range(1, 12):
+        seconds = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4 * (1.05 if day % 2 else 1)}
+        for name in ("long", "short") if day >= 10 else ("long",):
+            write(tmp_path / name, f"{day:040x}", seconds, day=day, noise=noise)
+
+    (long,), (short,) = (compared(tmp_path / name).changes for name in ("long", "short"))
+
+    assert short.margin < long.margin <= 0.1
+    assert long.margin <= 1.05 * 2 * short.margin
+
+
 def test_one_round_gives_ratios_without_verdicts(tmp_path: Path) -> None:
     write(tmp_path, NEW, TIMES, rounds=1)
     assert compared(tmp_path).against_eager[Verdict.INCONCLUSIVE] == 2
@@ -376,3 +406,24 @@ def test_the_machine_is_this_one_or_the_latest(tmp_path: Path) -> None:
     assert choose_machine(store, sample.GPU_MACHINE, sample.CPU_MACHINE) == sample.GPU_MACHINE
     with pytest.raises(ComparisonError, match=f"there are: {sample.GPU_MACHINE}, {sample.CPU_MACHINE}"):
         choose_machine(store, "elsewhere", sample.CPU_MACHINE)
+
+
+def test_a_lasting_change_of_level_is_told_with_its_commits(tmp_path: Path) -> None:
+    for day in range(1, 25):
+        seconds = {"eager_fp32": 1e-3, "kitsune_dropin_fp32": 5e-4 * (1.08 if day > 14 else 1)}
+        facts = {"driver": "580" if day < 20 else "581"}
+        write(tmp_path, f"{day:040x}", seconds, day=day, rounds=2, facts=facts)
+
+    comparison = compared(tmp_path)
+
+    (series,) = comparison.history
+    (change,) = series.changes
+    assert int(change.first.sha, 16) == 15
+    assert change.is_worse
+    (environment,) = comparison.environment_changes
+    assert (int(environment.commit.sha, 16), environment.facts) == (20, {"driver": ("580", "581")})
+    shown = render.text(comparison)
+    assert "Changes of level" in shown
+    assert "driver: 580 → 581" in shown
+    assert json.loads(render.json_document(comparison))["level_changes"][0]["first"] == change.first.sha
+    assert "Changes of the environment" in render.markdown(comparison)

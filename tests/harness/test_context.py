@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import context
+from harness import context, profiles
 from tests.harness.checkout import ROOT
 
 ASV = {"ASV_CONF_DIR": str(ROOT), "ASV_ENV_DIR": "/environments/one", "ASV_COMMIT": "a" * 40}
@@ -54,3 +54,49 @@ def test_an_unknown_profile_is_named_with_those_allowed() -> None:
 def test_git_that_cannot_say_head_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(context.ContextError, match="rev-parse HEAD"):
         context.from_environment({**ASV, "ASV_CONF_DIR": str(tmp_path)})
+
+
+def test_sampling_is_the_profile_s_unless_it_is_told() -> None:
+    assert context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40}).sampling == profiles.AS_THE_PROFILE_SAYS
+    variables = {
+        "HARNESS_UNTIL": "conclusive",
+        "HARNESS_MOST_ROUNDS": "9",
+        "HARNESS_NARROW_WITHIN": "0.002",
+        "HARNESS_TIMED_SECONDS": "3",
+    }
+    found = context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, **variables}).sampling
+    assert found == profiles.Sampling("conclusive", 9, 0.002, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HARNESS_UNTIL", "bored"),
+        ("HARNESS_MOST_ROUNDS", "0"),
+        ("HARNESS_MOST_ROUNDS", "2.5"),
+        ("HARNESS_NARROW_WITHIN", "-1"),
+        ("HARNESS_TIMED_SECONDS", "long"),
+        ("HARNESS_TIMED_SECONDS", "inf"),
+    ],
+)
+def test_unusable_limits_are_named(name: str, value: str) -> None:
+    with pytest.raises(context.ContextError, match=f"{name} is '{value}'"):
+        context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, name: value})
+
+
+def test_what_is_measured_can_be_narrowed_down() -> None:
+    variables = {
+        "HARNESS_HEAD": "b" * 40, "HARNESS_CASES": "mlp-b64 lenet-b64", "HARNESS_VARIANTS": "eager_fp32",
+        "HARNESS_RESUME": "1", "HARNESS_RESULTS": "/elsewhere",
+    }  # fmt: skip
+    found = context.from_environment({**ASV, **variables})
+    assert found.selection == profiles.Selection(("mlp-b64", "lenet-b64"), ("eager_fp32",))
+    assert found.resume
+    assert found.results == Path("/elsewhere")
+    assert [case.name for case in found.cases("cpu")] == ["mlp-b64", "lenet-b64"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("CASES", "no case 'x'; there are"), ("VARIANTS", "no variant 'x'")])
+def test_unknown_names_are_told(name: str, words: str) -> None:
+    with pytest.raises(context.ContextError, match=words):
+        context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, f"HARNESS_{name}": "x"})

@@ -8,15 +8,15 @@ Measured over 4,000 comparisons of two commits each, 7 blocks a round, at the de
 
     noise     rounds  false alarms  same code     found of a true slowdown of
                       (same code)   called same     5%      6%     10%     20%
-    GPU-like       3         0.00%          64%    43%     77%   99.9%    100%
-    GPU-like       5         0.00%          99%    85%     99%    100%    100%
-    GPU-like       8         0.00%         100%    99%    100%    100%    100%
-    CPU-like       3         0.13%           2%     8%     15%     59%   99.6%
-    CPU-like       5         0.00%           7%    18%     36%     95%    100%
-    heavy          3         0.13%           1%     8%     12%     47%     95%
-    heavy          5         0.03%           3%    13%     26%     83%     97%
+    GPU-like       3         0.00%          65%    46%     78%    100%    100%
+    GPU-like       5         0.00%          99%    86%     99%    100%    100%
+    GPU-like       8         0.00%         100%    98%    100%    100%    100%
+    CPU-like       3         0.06%           2%    10%     17%     62%   99.6%
+    CPU-like       5         0.03%           7%    19%     37%     96%    100%
+    heavy          3         0.10%           1%     7%     12%     47%     95%
+    heavy          5         0.05%           2%    15%     26%     84%     98%
 
-What is not found is inconclusive. No slowdown was called faster; at most 0.15% of those of 5% were called the same. The
+What is not found is inconclusive. No slowdown was called faster; at most 0.23% of those of 5% were called the same. The
 tests hold bounds that leave room for their smaller number of trials.
 """
 

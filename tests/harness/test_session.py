@@ -201,7 +201,9 @@ def test_what_was_measured_before_an_interrupt_is_kept(context: Context) -> None
 def test_progress_is_visible_line_by_line(context: Context, capsys: pytest.CaptureFixture[str]) -> None:
     run(context, Pretender())
     assert context.progress is not None
-    lines = context.progress.read_text().splitlines()
+    begin, *events = map(json.loads, context.progress.read_text().splitlines())
+    lines = [event["line"] for event in events]
+    assert begin["steps"] == [[event["case"], event["part"]] for event in events]
     total = len(CASES) * (3 + profiles.effort("quick", "cpu").rounds)
     assert len(lines) == total
     assert lines[-1].startswith(f"cccccccc  {total}/{total}  lenet-b4")
@@ -301,7 +303,151 @@ def test_the_sweep_times_all_batch_sizes_without_profiles(context: Context, monk
     assert entry["step_s"]
     assert not entry["setup_s"]
     assert context.progress is not None
-    last = context.progress.read_text().splitlines()[-1]
+    last = json.loads(context.progress.read_text().splitlines()[-1])["line"]
     done, total = last.split()[1].split("/")
     assert done == total
     assert "nothing left to measure" not in context.progress.read_text()
+
+
+def test_a_round_keeps_what_disturbed_it_and_leaves_throttled_turns_out(context: Context) -> None:
+    def throttled(job: RoundJob) -> RoundResult:
+        result = timed([task.variant for task in job.tasks])
+        return replace(
+            result, throttled=(2,), ended="seconds", half_width=0.02, gpu={"readings": 4}, host={"stolen": 0}
+        )
+
+    measured, history = run(context, Pretender(on_round=throttled))
+    entry = history.rounds(COMMIT)[0]
+    assert (entry.throttled, entry.blocks[EAGER].wall_s) == (1, (0.2, 0.1))
+    assert measured["mlp-b4", EAGER]["step_s"][0] == pytest.approx(0.15)
+    lines = (context.results / "here" / f"{COMMIT}.samples.jsonl").read_text().splitlines()
+    stored = next(record for record in map(json.loads, lines) if record["kind"] == "round")
+    assert stored["throttled"] == [2]
+    assert (stored["ended"], stored["half_width"]) == ("seconds", 0.02)
+    assert (stored["gpu"], stored["host"]) == ({"readings": 4}, {"stolen": 0})
+    assert len(stored["blocks"][EAGER]["wall_s"]) == 3
+
+
+def alternating(job: RoundJob) -> RoundResult:
+    """Ratios to eager that are far apart from round to round."""
+    seconds = {EAGER: 1.0, DROPIN: 1.0 if job.round % 2 else 0.8, TRAINSTEP: 0.5}
+    blocks = {task.variant: (BlockTime(seconds[task.variant], None),) * 3 for task in job.tasks}
+    return RoundResult(7, blocks, {})
+
+
+def test_until_conclusive_there_are_more_rounds_where_a_verdict_is_not(context: Context) -> None:
+    sampling = profiles.Sampling(until="conclusive", most_rounds=7)
+
+    clear, unclear = Pretender(), Pretender(on_round=alternating)
+    run(replace(context, sampling=sampling), clear)
+    _, history = run(replace(context, sampling=sampling, commit="d" * 40), unclear)
+
+    assert len(clear.rounds("mlp-b4")) == profiles.effort("quick", "cpu").rounds
+    assert len(unclear.rounds("mlp-b4")) == 7
+    assert len(history.rounds("d" * 40)) == 14
+
+
+def test_the_limits_of_sampling_are_recorded(context: Context) -> None:
+    sampling = profiles.Sampling(most_rounds=2, narrow_within=0.001, timed_seconds=0.5)
+    pretender = Pretender()
+    run(replace(context, sampling=sampling), pretender)
+    lines = (context.results / "here" / f"{COMMIT}.samples.jsonl").read_text().splitlines()
+    recorded = json.loads(lines[0])["sampling"]
+    assert len(pretender.rounds("mlp-b4")) == 2
+    assert (recorded["until"], recorded["rounds"], recorded["most_rounds"]) == ("rounds", 2, 2)
+    assert (recorded["narrow_within"], recorded["timed_seconds"]) == (0.001, 0.5)
+
+
+def resumed(context: Context, launcher: Launcher) -> tuple[dict[tuple[str, str], Measured], History]:
+    return run(replace(context, resume=True), launcher)
+
+
+def test_a_run_that_was_stopped_is_taken_up_where_it_was(context: Context) -> None:
+    complete, _ = run(replace(context, results_folder=None), Pretender())
+    (context.results / "here" / f"{COMMIT}.samples.jsonl").unlink()
+    pretender = Pretender()
+
+    def stop(job: RoundJob) -> None:
+        if job.case.name == "mlp-b4" and len(pretender.rounds("mlp-b4")) == 2:
+            raise KeyboardInterrupt
+
+    pretender.on_round = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(context, pretender)
+
+    again = Pretender()
+    measured, history = resumed(context, again)
+
+    rounds = profiles.effort("quick", "cpu").rounds
+    assert again.rounds("mlp-b4") == [[EAGER, DROPIN, TRAINSTEP]] * (rounds - 1)
+    assert [job.task.variant for job in again.jobs if isinstance(job, ProfileJob) and job.case.model == "mlp"] == []
+    assert len(history.runs(COMMIT)) == 2
+    assert len([entry for entry in history.rounds(COMMIT) if entry.case == "mlp-b4"]) == rounds
+    assert measured == complete
+
+
+def test_what_was_inconclusive_is_taken_up_with_more_rounds_and_what_was_not_is_left(context: Context) -> None:
+    sampling = profiles.Sampling(until="conclusive", most_rounds=7)
+    again = Pretender(on_round=alternating)
+    run(replace(context, commit="d" * 40), Pretender())
+    run(context, Pretender(on_round=alternating))
+    rounds = profiles.effort("quick", "cpu").rounds
+
+    _, history = resumed(replace(context, sampling=sampling), again)
+    assert len(again.rounds("mlp-b4")) == 7 - rounds
+    assert len([entry for entry in history.rounds(COMMIT) if entry.case == "mlp-b4"]) == 7
+
+    clear = Pretender()
+    resumed(replace(context, sampling=sampling, commit="d" * 40), clear)
+    assert clear.rounds("mlp-b4") == []
+
+
+def test_what_is_complete_is_not_measured_again_and_leaves_no_trace(context: Context) -> None:
+    complete, history = run(context, Pretender())
+    again = Pretender()
+    measured, after = resumed(context, again)
+    assert len(again.jobs) == 1  # what the machine can do
+    assert after == history
+    assert measured == complete
+
+
+def test_what_failed_is_tried_again_beside_the_others(context: Context) -> None:
+    def fail(job: RoundJob) -> RoundResult:
+        names = [task.variant for task in job.tasks]
+        return timed([name for name in names if name != TRAINSTEP], {TRAINSTEP: "no"} if TRAINSTEP in names else {})
+
+    run(context, Pretender(on_round=fail))
+    again = Pretender()
+    measured, history = resumed(context, again)
+    rounds = profiles.effort("quick", "cpu").rounds
+    assert again.rounds("mlp-b4") == [[EAGER, DROPIN, TRAINSTEP]] * rounds
+    assert measured["mlp-b4", TRAINSTEP]["status"] == "measured"
+    assert len(measured["mlp-b4", EAGER]["step_s"]) == 2 * rounds
+    assert len(history.runs(COMMIT)) == 2
+
+
+def test_runs_of_another_profile_or_environment_do_not_count(context: Context) -> None:
+    run(replace(context, profile="full"), Pretender())
+    again = Pretender(facts={**FACTS, "torch": "3"})
+    run(context, again)
+    newest = Pretender()
+    resumed(context, newest)
+    assert len(newest.rounds("mlp-b4")) == profiles.effort("quick", "cpu").rounds
+
+
+def test_what_was_named_is_measured_and_nothing_else(context: Context) -> None:
+    pretender = Pretender()
+    selection = profiles.Selection(("lenet-b4",), (EAGER, "compile_fp32"))
+    _, history = run(replace(context, selection=selection), pretender)
+    rounds = profiles.effort("quick", "cpu").rounds
+    assert pretender.rounds("mlp-b4") == []
+    assert pretender.rounds("lenet-b4") == [[EAGER, "compile_fp32"]] * rounds
+    assert {entry.reason for entry in history.skips(COMMIT) if entry.status == "left out"} == {"not asked for"}
+
+
+def test_a_state_of_the_working_tree_is_marked(context: Context) -> None:
+    _, history = run(replace(context, snapshot_of="d" * 40), Pretender())
+    assert history.runs(COMMIT)[0].snapshot_of == "d" * 40
+    assert history.is_snapshot(COMMIT)
+    assert history.without_snapshots().commits == ()
+    assert history.without_snapshots(but=[COMMIT]).commits == (COMMIT,)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.store import ResultsError, Store, write_whole
+from harness.store import ResultsError, Store
+from harness.whole_files import write_whole
 from tests.harness import sample
 
 MACHINE = "machine"
@@ -221,7 +222,7 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     assert history.damage == ()
     assert len(history.runs(COMMIT)) == 4
     assert len(history.rounds(COMMIT)) == 4 * 15
-    assert sorted(path.name for path in path_of(tmp_path).parent.iterdir()) == [path_of(tmp_path).name]
+    assert sorted(path.name for path in path_of(tmp_path).parent.glob("[!.]*")) == [path_of(tmp_path).name]
 
 
 def write_rounds(root: Path, writer: int) -> None:
@@ -257,7 +258,7 @@ def test_a_killed_writer_loses_nothing_and_blocks_nobody(tmp_path: Path) -> None
         assert found[-1] == 10_000
         assert found[:-1] == list(range(len(found) - 1))
         assert len(found) - 1 >= len(told)
-        assert [path.name for path in path_of(root).parent.iterdir()] == [path_of(root).name]
+        assert [path.name for path in path_of(root).parent.glob("[!.]*")] == [path_of(root).name]
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,3 +305,15 @@ def commits_of_a_repository(folder: Path) -> list[str]:
         git("commit", "--quiet", "--allow-empty", "--message", subject)
         commits.append(git("rev-parse", "HEAD"))
     return commits
+
+
+def test_throttled_turns_are_left_out_unless_there_are_no_others(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    some, all_ = round_(0) | {"throttled": [1]}, round_(1) | {"throttled": [0, 1]}
+    store.append(MACHINE, COMMIT, [run(), some, all_])
+    first, second = store.load(MACHINE).rounds(COMMIT)
+    assert (first.throttled, first.blocks["eager_fp32"].seconds) == (1, (1e-3,))
+    assert (second.throttled, second.blocks["eager_fp32"].seconds) == (2, (1e-3, 2e-3))
+    for unusable in ([2], [-1], ["x"], 1):
+        with pytest.raises(ResultsError, match="throttled"):
+            store.append(MACHINE, COMMIT, [round_(2) | {"throttled": unusable}])

@@ -1,14 +1,16 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import plotly.graph_objects as go
 import pytest
 
+from harness import rows, tables
 from harness.comparison import compare
 from harness.report import figures, style
 from harness.report.figures import Figure
-from harness.rows import Comparison
+from harness.rows import Comparison, LevelChange
 from harness.stats import Estimate
 from harness.store import Store
 from tests.harness import sample
@@ -141,3 +143,21 @@ def test_names_are_escaped_for_plotly() -> None:
     assert style.variant_name("<a href='javascript:alert(1)'>x</a>_fp32") == (
         "&lt;a href='javascript:alert(1)'&gt;x&lt;/a&gt;_fp32"
     )
+
+
+def test_a_change_of_level_is_a_line_in_the_colour_of_its_series(gpu: Comparison) -> None:
+    series = next(entry for entry in gpu.history if len(entry.points) > 1)
+    before, first = (point.commit for point in series.points[-2:])
+    change = LevelChange(before, first, first, missing=0, ratio=1.1, p_value=0.003, is_worse=True)
+    changed = replace(gpu, history=(replace(series, changes=(change,)),))
+    (figure,) = figures.history(changed)
+    line = figure.layout["shapes"][-1]
+    assert (line["x0"], line["x1"], line["line"]["color"]) == (first.short, first.short, style.colour(series.variant))
+
+
+def test_of_a_long_history_the_last_commits_are_drawn(gpu: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "SHOWN_POINTS", 2)
+    for figure in figures.history(gpu):
+        assert all(len(trace["x"]) <= 2 for trace in figure.traces if trace["mode"] == "lines+markers")
+    shown = {row[0].text for row in tables.history_table(gpu).rows}
+    assert shown == {commit.short for commit in gpu.commits[-2:]}

@@ -1,0 +1,84 @@
+"""From a regression to the commit that brought it: ``asv find`` with the arguments that this takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from harness import asv_process, context
+from harness.own_models import OwnModel, encoded
+from harness.project import Project
+from harness.revisions import has_parent, is_ancestor
+from harness.rows import Change, Comparison
+from harness.selection import ComparisonError
+from harness.stats import Verdict
+
+WORST = "worst"
+"""Stands for the regression with the largest change."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """A run of ``asv find``: its command line, the variables it runs with, and the regression it looks for."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+    change: Change
+
+    def run(self, project: Project) -> int:
+        """Searches; asv's output appears as it comes. Returns asv's exit code."""
+        return subprocess.run(
+            self.command, cwd=project.home, env={**os.environ, **self.variables}, check=False
+        ).returncode
+
+
+def search(comparison: Comparison, which: str, project: Project) -> Search:
+    """The search for the commit between base and head that slowed one of Kitsune's forms down.
+
+    asv is given the range from before base on, so that it measures base too (a range of git leaves its older end out);
+    one benchmark with the parameters of the case and variant, which asv demands; and the harness is told to measure
+    nothing but that variant and its control.
+
+    Args:
+        which: "worst", or CASE:VARIANT of one of the regressions.
+
+    Raises:
+        ComparisonError: there is no such regression, or no line of history from base to head.
+    """
+    change = _chosen(comparison, which)
+    assert comparison.base is not None
+    base, head = comparison.base.sha, comparison.head.sha
+    if base == head or not is_ancestor(base, head, project.root):
+        raise ComparisonError(
+            f"{base[:8]} is no earlier commit on the way to {head[:8]}: there is nothing to search between them"
+        )
+    commits = f"{base}^..{head}" if has_parent(base, project.root) else head
+    benchmark = asv_process.pattern("track_step_seconds", change.variant, change.case.name)
+    variables = {
+        context.PROFILE_VARIABLE: comparison.reproduction.profile,
+        context.HEAD_VARIABLE: head,
+        context.CASES_VARIABLE: change.case.name,
+        context.VARIANTS_VARIABLE: f"{change.control} {change.variant}",
+    }
+    source = comparison.reproduction.workloads.get(change.case.model)
+    if source is not None:
+        sizes = {change.case.device: change.case.batch}
+        own = OwnModel(change.case.model, str(source), sizes, {name: (size,) for name, size in sizes.items()})
+        variables[context.WORKLOADS_VARIABLE] = encoded([own])
+    command = asv_process.command(project, "find", commits, benchmark, "--show-stderr")
+    return Search(tuple(command), variables, change)
+
+
+def _chosen(comparison: Comparison, which: str) -> Change:
+    slower = [change for change in comparison.changes if change.verdict is Verdict.SLOWER]
+    if not slower:
+        lost = "; what can no longer be measured has no time to search by" if comparison.lost else ""
+        raise ComparisonError(f"no change of time here is a regression, so there is nothing to search for{lost}")
+    if which == WORST:
+        return max(slower, key=lambda change: change.ratio.ratio)
+    names = {f"{change.case.name}:{change.variant}": change for change in slower}
+    if which not in names:
+        raise ComparisonError(f"{which!r} is none of the regressions: {', '.join(names)}")
+    return names[which]

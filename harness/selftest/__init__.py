@@ -1,0 +1,1 @@
+"""How often the harness errs on this machine: ``python -m harness.selftest``."""

@@ -1,0 +1,272 @@
+"""How often the harness errs on this very machine: the same code measured twice, with and without planted slowdowns.
+
+Each row is a benchmark measured at two "commits" that are the same, or of which the second takes longer by a known
+share of its step: a busy loop, on a GPU a busy kernel too. Rounds are fresh processes, those of both commits in turn.
+The harness judges as with `--until conclusive`; beside it asv's comparison and a plain Mann-Whitney test judge the same
+samples. Results go to results/<machine>/selftest/, whole or not at all; comparisons quote them.
+
+Exit codes: 0, rows were measured; 2, none were, or the result cannot be written; 130, interrupted (nothing is kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from itertools import count, cycle, islice
+from pathlib import Path
+
+from harness import environment, profiles, project, variants
+from harness.conclusive import MARGIN
+from harness.measure import Probe, probe
+from harness.processes import Launcher, ProcessFailed
+from harness.profiles import Case, Effort
+from harness.project import ProjectError
+from harness.selftest import judges, outcome
+from harness.selftest.arms import ArmsJob, ArmsResult, measure_arms
+from harness.selftest.judges import ArmSamples
+from harness.selftest.outcome import HARNESS, JudgedRow
+
+_INTERRUPTED = 130
+_PROBE_SECONDS = 300.0
+
+SLOWDOWNS = (0.01, 0.03, 0.05, 0.10)
+
+MODELS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("mlp-b64",), "cuda": ("mlp-b64", "lenet-b64")}
+VARIANTS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("eager_fp32",), "cuda": ("handcaptured_fp32",)}
+ARMS: dict[profiles.DeviceType, int] = {"cpu": 16, "cuda": 24}
+PLANTED: dict[profiles.DeviceType, int] = {"cpu": 2, "cuda": 3}
+EFFORTS: dict[profiles.DeviceType, Effort] = {
+    "cpu": Effort(3, (5, 7), 8.0, 0.010, 0.006, 0.08, 60.0, 240.0, most_rounds=8),
+    "cuda": Effort(3, (6, 10), 8.0, 0.006, 0.003, 0.10, 60.0, 240.0, most_rounds=8),
+}
+"""How thoroughly a row is measured by default: less than a benchmark is, so that there can be many."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured: groups of arms, each a case and a variant, until there are enough rows or no time."""
+
+    cases: tuple[Case, ...]
+    variants: tuple[str, ...]
+    slowdowns: tuple[float, ...]
+    rows: int
+    seconds: float
+    margin: float
+    effort: Effort
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; the value is its exit code."""
+    options = _parser().parse_args(arguments)
+    started, begin = datetime.now(timezone.utc), time.monotonic()
+    launcher = Launcher()
+    try:
+        machine = environment.machine_name()
+        found = launcher.run(probe, None, timeout_s=_PROBE_SECONDS)
+        plan = _plan(options, found)
+        rows = measured(plan, launcher, begin, print_progress)
+        if not rows:
+            raise ValueError(f"no row was finished in {plan.seconds:.0f} s; give more with --seconds")
+        document = {
+            "started": started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - begin, 1),
+            "commit": _commit(),
+            "machine": machine,
+            "facts": dict(found.facts),
+            "margin": plan.margin,
+            "effort": asdict(plan.effort),
+        }
+        path = outcome.write(
+            (options.results or project.here().results) / machine, f"{started:%Y%m%dT%H%M%SZ}", document, rows
+        )
+    except KeyboardInterrupt:
+        print("\nInterrupted: nothing is kept.", file=sys.stderr)
+        return _INTERRUPTED
+    except (ProjectError, ValueError, OSError, ProcessFailed) as error:
+        print(f"{__package__}: {error}", file=sys.stderr)
+        return 2
+    for line in table(rows):
+        print(line)
+    print(path)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(case.name for case in profiles.CASES if case.device_type == "cpu")
+    parser.add_argument("--models", nargs="+", metavar="CASE", help=f"cases to measure, such as {names.split(', ')[0]}")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="variants to measure, such as eager_fp32")
+    parser.add_argument("--rows", type=_positive, default=300, help="rows of unchanged code (default: %(default)s)")
+    parser.add_argument("--seconds", type=_seconds, default=900.0, help="the most it may take (default: %(default)s)")
+    parser.add_argument("--arms", type=_positive, metavar="N", help="unchanged copies in a process (GPU: 24, CPU: 16)")
+    parser.add_argument(
+        "--planted", type=_positive, metavar="N", help="copies for each planted slowdown (GPU: 3, CPU: 2)"
+    )
+    parser.add_argument("--rounds", type=_positive, metavar="N", help="the most rounds of each commit (default: 8)")
+    parser.add_argument("--margin", type=_margin, default=MARGIN, help="the least margin (default: %(default)s)")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: this project's)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
+def _margin(text: str) -> float:
+    try:
+        margin = float(text)
+    except ValueError:
+        margin = 0.0
+    if not 0 < margin < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction between 0 and 1, such as {MARGIN}")
+    return margin
+
+
+def _plan(options: argparse.Namespace, found: Probe) -> Plan:
+    """The options, and for what they leave open what suits the device.
+
+    Raises:
+        ValueError: a case or a variant is unknown, or cannot run here.
+    """
+    device: profiles.DeviceType = "cuda" if found.facts["device_type"] == "cuda" else "cpu"
+    cases = {case.name: case for case in profiles.CASES if case.device_type == device}
+    chosen = tuple(options.models or MODELS[device])
+    named = tuple(options.variants or VARIANTS[device])
+    for name in chosen:
+        if name not in cases:
+            raise ValueError(f"{name!r} is no case of this device; there are: {', '.join(cases)}")
+    for name in named:
+        if name not in variants.VARIANTS:
+            raise ValueError(f"{name!r} is no variant; there are: {', '.join(variants.names())}")
+        if name in found.unavailable:
+            raise ValueError(f"{name} cannot run here: {found.unavailable[name]}")
+    effort = profiles.Sampling(most_rounds=options.rounds).applied(EFFORTS[device])
+    unchanged, planted = options.arms or ARMS[device], options.planted or PLANTED[device]
+    slowdowns = (0.0,) * unchanged + tuple(share for share in SLOWDOWNS for _ in range(planted))
+    return Plan(
+        tuple(cases[name] for name in chosen), named, slowdowns, options.rows, options.seconds, options.margin, effort
+    )
+
+
+def measured(
+    plan: Plan, launcher: Launcher, begin: float, progress: Callable[[str, float, float], None]
+) -> list[JudgedRow]:
+    """The rows of all groups that were finished, or had their fewest rounds when time was up.
+
+    Args:
+        begin: when the budget began, by the monotonic clock.
+        progress: is told what was done, the seconds used, and about how many are left.
+
+    Raises:
+        ProcessFailed: a process did not return its times.
+    """
+    rows: list[JudgedRow] = []
+    wanted = plan.rows
+
+    def used() -> float:
+        return time.monotonic() - begin
+
+    kinds = cycle([(case, variant) for case in plan.cases for variant in plan.variants])
+    longest = 0.0
+    for group, (case, variant) in enumerate(kinds):
+        arms: list[ArmSamples] = [ArmSamples([], []) for _ in plan.slowdowns]
+        for number in islice(count(), plan.effort.most_rounds):
+            if used() + longest > plan.seconds:
+                break
+            before = used()
+            arms = _with_round(arms, plan, case, variant, f"{group} {number}", launcher)
+            longest = max(longest, used() - before)
+            done = len([row for row in rows if row.slowdown == 0])
+            share = (done + plan.slowdowns.count(0.0) * (number + 1) / plan.effort.most_rounds) / wanted
+            left = max(0.0, min(plan.seconds - used(), used() * (1 / share - 1)))
+            progress(f"{case.name} {variant}: group {group + 1}, round {number + 1}; {len(rows)} rows", used(), left)
+        if len(arms[0].base) >= plan.effort.rounds:
+            rows += _rows(arms, plan, case, variant)
+        if len([row for row in rows if row.slowdown == 0]) >= wanted or used() + longest > plan.seconds:
+            break
+    return rows
+
+
+def _with_round(
+    arms: Sequence[ArmSamples], plan: Plan, case: Case, variant: str, seed: str, launcher: Launcher
+) -> list[ArmSamples]:
+    """The arms with a round more of each commit, which take turns in coming first."""
+    unchanged = (0.0,) * len(plan.slowdowns)
+    jobs = {
+        "base": ArmsJob(case, variant, unchanged, plan.effort, f"{seed} base"),
+        "head": ArmsJob(case, variant, plan.slowdowns, plan.effort, f"{seed} head"),
+    }
+    order = ("base", "head") if len(arms[0].base) % 2 == 0 else ("head", "base")
+    results = {side: launcher.run(measure_arms, jobs[side], timeout_s=plan.effort.process_seconds) for side in order}
+    return [
+        ArmSamples([*arm.base, _pairs(results["base"], index)], [*arm.head, _pairs(results["head"], index)])
+        for index, arm in enumerate(arms)
+    ]
+
+
+def _pairs(result: ArmsResult, index: int) -> list[tuple[float, float]]:
+    return list(zip(result.arms[index], result.control, strict=True))
+
+
+def _rows(arms: Sequence[ArmSamples], plan: Plan, case: Case, variant: str) -> Iterator[JudgedRow]:
+    rivals = judges.rivals(plan.margin)
+    verdicts = judges.harness_verdicts(arms, plan.effort.rounds, plan.margin)
+    for arm, slowdown, judged in zip(arms, plan.slowdowns, verdicts, strict=True):
+        estimate = judged.estimate
+        others = {name: verdict(arm.first(judged.rounds)).value for name, verdict in rivals.items()}
+        yield JudgedRow(
+            case=case.name,
+            variant=variant,
+            slowdown=slowdown,
+            ratio=estimate.ratio,
+            low=estimate.low if estimate.has_interval else None,
+            high=estimate.high if estimate.has_interval else None,
+            margin=judged.margin,
+            rounds=judged.rounds,
+            verdicts={HARNESS: judged.verdict.value, **others},
+        )
+
+
+def print_progress(what: str, used_s: float, left_s: float) -> None:
+    """A line of progress."""
+    print(f"[{used_s:6.0f} s, about {left_s:.0f} s left]  {what}", flush=True)
+
+
+def table(rows: Sequence[JudgedRow]) -> Iterator[str]:
+    """The outcome as lines of text."""
+    yield f"{'judge':<24}{'slowdown':>10}{'rows':>7}{'slower':>9}{'faster':>9}{'same':>9}{'inconclusive':>14}"
+    for rate in outcome.rates(rows):
+        shares = [rate.slower, rate.faster, rate.same, rate.inconclusive]
+        told = [f"{100 * number / rate.rows:.1f}%" for number in shares]
+        planted = "none" if rate.slowdown == 0 else f"{100 * rate.slowdown:g}%"
+        yield f"{rate.judge:<24}{planted:>10}{rate.rows:>7}{told[0]:>9}{told[1]:>9}{told[2]:>9}{told[3]:>14}"
+
+
+def _commit() -> str | None:
+    """The commit that is checked out; None where there is none."""
+    command = ["git", "-C", str(project.here().root), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    return done.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How well change points are found, on invented histories: ``python -m harness.simulation``."""

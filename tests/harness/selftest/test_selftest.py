@@ -1,0 +1,233 @@
+"""The self-test, with processes that only pretend to measure, and with one that does."""
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asv.results import iter_results_paths
+
+from harness.measure import Probe
+from harness.processes import Launcher, ProcessFailed
+from harness.profiles import Case, Effort
+from harness.selftest import __main__ as selftest
+from harness.selftest import judges, outcome
+from harness.selftest.arms import ArmsJob, ArmsResult, Delayed, measure_arms
+from harness.selftest.judges import ArmSamples
+from harness.selftest.outcome import JudgedRow
+from harness.stats import Verdict
+
+FACTS = {"device_type": "cpu", "device": "a CPU", "torch": "2"}
+CASE = Case("mlp", 4, "cpu", 3)
+
+
+class Pretender(Launcher):
+    """Processes whose arms take what they are told to, with noise between processes and between blocks."""
+
+    def __init__(self, process: float = 0.004, block: float = 0.01) -> None:
+        self.process, self.block = process, block
+        self.jobs: list[ArmsJob] = []
+
+    def run(self, function: object, job: Any, *, timeout_s: float) -> Any:
+        if not isinstance(job, ArmsJob):
+            return Probe(FACTS, {"handcaptured_fp32": "needs a GPU"})
+        self.jobs.append(job)
+        rng = random.Random(job.seed)
+        arms = [self.times(1 + share, rng) for share in (0.0, *job.slowdowns)]
+        return ArmsResult(arms[0], tuple(arms[1:]))
+
+    def times(self, level: float, rng: random.Random) -> tuple[float, ...]:
+        level *= math.exp(rng.gauss(0, self.process))
+        return tuple(1e-3 * level * math.exp(rng.gauss(0, self.block)) for _ in range(8))
+
+
+def silent(what: str, used_s: float, left_s: float) -> None:
+    """Progress that nobody reads."""
+
+
+def plan(**changes: Any) -> selftest.Plan:
+    slowdowns = (0.0,) * 6 + (0.01, 0.03, 0.05, 0.10)
+    return replace(
+        selftest.Plan((CASE,), ("eager_fp32",), slowdowns, 12, 1e6, 0.03, selftest.EFFORTS["cpu"]), **changes
+    )
+
+
+def rows(launcher: Pretender, **changes: Any) -> list[JudgedRow]:
+    return selftest.measured(plan(**changes), launcher, 0.0, silent)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes at each look at the clock."""
+    ticks = iter(range(10**9))
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: float(next(ticks)))
+
+
+def test_unchanged_code_is_not_flagged_and_planted_slowdowns_are_found() -> None:
+    found = {rate.slowdown: rate for rate in outcome.rates(rows(Pretender(), rows=60)) if rate.judge == outcome.HARNESS}
+    assert found[0.0].rows == 60
+    assert found[0.0].found == 0
+    assert found[0.10].found == found[0.10].rows == 10
+    assert found[0.05].found >= 9
+    assert found[0.01].found == 0
+
+
+def test_both_commits_have_as_many_rounds_and_take_turns_in_coming_first() -> None:
+    launcher = Pretender()
+    rows(launcher, rows=1)
+    most = selftest.EFFORTS["cpu"].most_rounds
+    changed = [any(job.slowdowns) for job in launcher.jobs]
+    assert changed == [False, True, True, False] * (most // 2)
+    assert len({job.seed for job in launcher.jobs}) == len(launcher.jobs)
+
+
+def test_it_stops_at_the_rows_that_were_asked_for_or_when_time_is_up() -> None:
+    assert len([row for row in rows(Pretender(), rows=7) if row.slowdown == 0]) == 12
+    assert rows(Pretender(), seconds=1.0) == []
+    assert len(rows(Pretender(), seconds=200.0, rows=10**6)) % 10 == 0
+
+
+def test_progress_tells_what_is_left() -> None:
+    told: list[tuple[float, float]] = []
+    selftest.measured(plan(seconds=300.0), Pretender(), 0.0, lambda what, used, left: told.append((used, left)))
+    assert [used for used, _ in told] == sorted(used for used, _ in told)
+    assert all(0 <= left <= 300 - used + 2 for used, left in told)
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Pretender, *arguments: str) -> int:
+    monkeypatch.setattr(selftest, "Launcher", lambda: launcher)
+    monkeypatch.setenv("HARNESS_MACHINE", "here")
+    return selftest.main(["--results", str(tmp_path), "--seconds", "100000", *arguments])
+
+
+def test_the_result_is_a_file_beside_the_machine_s_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(tmp_path, monkeypatch, Pretender(), "--rows", "20", "--arms", "10", "--planted", "1", "--models", "mlp-b16")
+        == 0
+    )
+
+    (path,) = (tmp_path / "here" / "selftest").iterdir()
+    content = json.loads(path.read_text())
+    assert content["facts"] == FACTS
+    assert content["effort"]["most_rounds"] == 8
+    assert {row["case"] for row in content["rows"]} == {"mlp-b16"}
+    assert str(path) in capsys.readouterr().out
+    found, problems = outcome.load(tmp_path / "here", FACTS, 0.03)
+    assert len(found) == len(content["rows"]) == 28
+    assert problems == []
+    told = outcome.sentence(found, 0.03)
+    assert told is not None
+    assert "of 20 rows falsely flagged" in told
+    assert "10%: 100% of 2" in told
+    assert outcome.load(tmp_path / "here", FACTS | {"torch": "3"}, 0.03)[0] == ()
+    assert outcome.load(tmp_path / "here", FACTS, 0.05)[0] == ()
+
+
+def test_asv_reads_none_of_it_as_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, monkeypatch, Pretender(), "--rows", "1", "--arms", "1")
+    (tmp_path / "here" / "machine.json").write_text('{"machine": "here", "version": 1}')
+    assert list(iter_results_paths(str(tmp_path))) == []
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "selftest").mkdir()
+    (tmp_path / "selftest" / "x.json").write_text("{}")
+    found, (problem,) = outcome.load(tmp_path, FACTS, 0.03)
+    assert found == ()
+    assert "x.json" in problem
+    assert outcome.sentence(found, 0.03) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "nothing-b1"], "is no case of this device"),
+        (["--variants", "nothing"], "is no variant"),
+        (["--variants", "handcaptured_fp32"], "needs a GPU"),
+        (["--seconds", "0.5"], "give more with --seconds"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(tmp_path, monkeypatch, Pretender(), *arguments) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ProcessFailed("it died", None), 2)])
+def test_what_is_broken_off_leaves_nothing(
+    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Pretender):
+        def run(self, function: object, job: Any, *, timeout_s: float) -> Any:
+            if len(self.jobs) == 5:
+                raise error
+            return super().run(function, job, timeout_s=timeout_s)
+
+    assert run(tmp_path, monkeypatch, Broken()) == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def samples(ratio: float, noise: float = 0.01) -> ArmSamples:
+    rng = random.Random(0)
+
+    def rounds(level: float) -> list[list[tuple[float, float]]]:
+        return [[(level * math.exp(rng.gauss(0, noise)), 1.0) for _ in range(8)] for _ in range(5)]
+
+    return ArmSamples(rounds(1.0), rounds(ratio))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "asv", "asv_at_margin", "mann_whitney"),
+    [
+        (1.0, Verdict.SAME, Verdict.SAME, Verdict.SAME),
+        (1.05, Verdict.SAME, Verdict.SLOWER, Verdict.SLOWER),
+        (1.3, Verdict.SLOWER, Verdict.SLOWER, Verdict.SLOWER),
+        (0.7, Verdict.FASTER, Verdict.FASTER, Verdict.FASTER),
+    ],
+)
+def test_the_other_judges(ratio: float, asv: Verdict, asv_at_margin: Verdict, mann_whitney: Verdict) -> None:
+    verdicts = [judge(samples(ratio)) for judge in judges.rivals(0.03).values()]
+    assert verdicts == [asv, asv_at_margin, mann_whitney]
+
+
+def test_a_clear_row_is_judged_after_the_fewest_rounds_and_an_unclear_one_after_all() -> None:
+    clear, unclear = judges.harness_verdicts([samples(1.5), samples(1.03)], 3, 0.03)
+    assert (clear.verdict, clear.rounds) == (Verdict.SLOWER, 3)
+    assert (unclear.verdict, unclear.rounds) == (Verdict.INCONCLUSIVE, 5)
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def run(self, steps: int) -> int:
+        self.steps += steps
+        return self.steps
+
+
+def test_a_delay_is_added_to_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("harness.selftest.arms.busy_wait", waits.append)
+    steps = Steps()
+    assert Delayed(steps, 0.25, None).run(3) == 3  # type: ignore[arg-type,comparison-overlap]
+    assert waits == [0.25] * 3
+
+
+def test_arms_are_measured_in_a_process() -> None:
+    effort = Effort(1, (2, 3), 0.05, 0.002, 0.001, 0.02, 30.0, 120.0)
+    job = ArmsJob(CASE, "eager_fp32", (0.0, 1.0), effort, "seed")
+    result = Launcher().run(measure_arms, job, timeout_s=120)
+    assert len(result.arms) == 2
+    assert {len(times) for times in (result.control, *result.arms)} <= {2, 3}
+    assert all(seconds > 0 for times in (result.control, *result.arms) for seconds in times)
