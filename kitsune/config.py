@@ -49,6 +49,9 @@ class Config:
             to be faster, which takes up to a minute, once. It has an effect with `mode="auto"` (without `compile` and
             `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in a loop
             fuses nothing yet.
+        defer_loss: let `KitsuneOptimizer` follow what a loop does with the model's output, and replay that together
+            with the backward pass where the loop does it again. `TrainStep` replays the loss anyway. Off by default:
+            the loop gets tensors of subclasses, and not everything that may be done with them is as without.
         verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
             from the same state, which takes several times as long. What PyTorch does stands; after a difference that
             rounding does not explain, steps like that one run eagerly.
@@ -62,6 +65,7 @@ class Config:
     max_graphs: int = 8
     num_streams: int | None = None
     enable_fusion: bool | None = None
+    defer_loss: bool = False
     verify: int = 0
 
     def __post_init__(self) -> None:
@@ -84,16 +88,18 @@ class Config:
             return dataclasses.replace(base, **options)
         return cls(**{**_environment(), **options})
 
-    def not_in_effect(self, *, uses_streams: bool, can_fuse: bool) -> tuple[str, ...]:
+    def not_in_effect(self, *, uses_streams: bool, can_fuse: bool, is_loop: bool = False) -> tuple[str, ...]:
         """Options that were given and validated, but that change nothing.
 
         Args:
             uses_streams: whether what the options are for can run on several streams.
             can_fuse: whether its operators can be fused.
+            is_loop: whether it is a loop of the user's own.
         """
         num_streams = self.max_streams() if uses_streams else 1
         ignored = {
             "num_streams": self.num_streams not in (None, num_streams),
+            "defer_loss": self.defer_loss and not is_loop,
             "enable_fusion": self.enable_fusion is True and not (can_fuse and self.fuses()),
         }
         return tuple(name for name, is_ignored in ignored.items() if is_ignored)
@@ -195,5 +201,6 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "max_graphs": lambda name, value: _whole(name, value, 1, None),
     "num_streams": lambda name, value: None if value is None else _whole(name, value, 1, 8),
     "enable_fusion": _optional_flag,
+    "defer_loss": _flag,
     "verify": lambda name, value: _whole(name, value, 0, None),
 }

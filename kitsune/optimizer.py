@@ -134,7 +134,11 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         """What the latest iteration of the loop did and why, with figures over all iterations so far."""
         if self._loop is None:
             reason = "this copy has not been used yet" if self._waits else "a TrainStep has taken over this optimizer"
-            return Status("eager", reason, not_in_effect=self.config.not_in_effect(uses_streams=False, can_fuse=False))
+            return Status(
+                "eager",
+                reason,
+                not_in_effect=self.config.not_in_effect(uses_streams=False, can_fuse=False, is_loop=True),
+            )
         return self._loop.status()
 
     def verify(self, iteration: Callable[[], Any]) -> Verification:

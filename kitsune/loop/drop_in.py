@@ -227,7 +227,7 @@ class DropInLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=False, can_fuse=False),
+            not_in_effect=self._config.not_in_effect(uses_streams=False, can_fuse=False, is_loop=True),
         )
 
     def _mode(self) -> tuple[str, str]:

@@ -193,7 +193,7 @@ class SplitStep(GuardedStep):
         self, program: SplitProgram, forward: Recording, trained: Sequence[torch.Tensor], known: Collection[int]
     ) -> TailStep | None:
         """For a call of which parameters alone get gradients; those of others are autograd's to pass on."""
-        if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
+        if not self._config.defer_loss or not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
             return None
         return TailStep(
             program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log

@@ -167,6 +167,8 @@ def test_options_that_are_not_in_effect() -> None:
     assert config.not_in_effect(uses_streams=True, can_fuse=True) == ()
     assert config.max_streams() == 4
     assert Config(enable_fusion=False).not_in_effect(uses_streams=False, can_fuse=False) == ()
+    assert Config(defer_loss=True).not_in_effect(uses_streams=True, can_fuse=True) == ("defer_loss",)
+    assert Config(defer_loss=True).not_in_effect(uses_streams=False, can_fuse=False, is_loop=True) == ()
 
 
 @pytest.mark.parametrize("options", [{"mode": "replay"}, {"compile": True}, {"max_memory": "1GB"}])

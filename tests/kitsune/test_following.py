@@ -1,4 +1,4 @@
-"""What a loop does between a replayed call and `backward()`: nothing of the replay shows."""
+"""What a loop does between a replayed call and `backward()`, with `defer_loss`: nothing of the replay shows."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run(
     torch.manual_seed(3)
     model = build().to(device)
     plain = adam(model)
-    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay", **options) if accelerated else plain
+    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay", defer_loss=True, **options) if accelerated else plain
     loop = Loop(model, optimizer, device)
     for loop.index in range(steps):
         x, y = loop.batch()
@@ -224,7 +224,7 @@ def test_losses_are_added_up(device: torch.device, replays: Callable[[], int]) -
 def test_kept_losses_keep_no_graph(device: torch.device) -> None:
     torch.manual_seed(3)
     model = Net().to(device)
-    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay"), device)
+    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay", defer_loss=True), device)
     outputs, losses = [], []
     for loop.index in range(STEPS):
         x, y = loop.batch()
@@ -720,7 +720,7 @@ def test_functions_of_other_libraries(device: torch.device) -> None:
 def test_only_the_loops_own_results_are_followed(device: torch.device) -> None:
     torch.manual_seed(3)
     model = Net().to(device)
-    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay"), device)
+    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay", defer_loss=True), device)
     for loop.index in range(STEPS):
         plain(loop, *loop.batch())
     x, y = loop.batch()
