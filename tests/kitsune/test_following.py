@@ -30,7 +30,14 @@ REPLAYED = 5
 third shows what the loop does."""
 
 
-@pytest.fixture(params=["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)])
+PLACES = [
+    pytest.param("in order", marks=pytest.mark.slow),
+    "static memory",
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=PLACES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "static memory":
         static_memory.install(monkeypatch)

@@ -458,7 +458,9 @@ def counted(
     }
 
 
-@pytest.mark.parametrize("case", [MANY_PARTS, IN_ONE], ids=["split", "in one"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(MANY_PARTS, id="split", marks=pytest.mark.slow), pytest.param(IN_ONE, id="in one")]
+)
 def test_counters_are_zero_again(machine: Machine, case: Case) -> None:
     """So that an operator may be run again with the same ones."""
     norms = pair(machine, case)
