@@ -27,6 +27,9 @@ class Follower(Protocol):
     def value(self, place: int) -> Tensor:
         """The plain tensor that a pending one stands for."""
 
+    def close(self) -> None:
+        """Computes what is pending, and follows no further."""
+
 
 class FollowedTensor(Tensor):
     """A tensor of which `follower` knows by the name `place`. It is a tensor like others in all else.
@@ -47,6 +50,9 @@ class FollowedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         follower = None if function in _METADATA else _follower(args) or _follower(tuple(kwargs.values()))
+        if follower is not None and not all(kind is Tensor or issubclass(kind, FollowedTensor) for kind in types):
+            follower.close()
+            return function(*unfollowed(args), **unfollowed(kwargs))  # another subclass has its own way
         if follower is not None:
             return follower.call(function, args, kwargs)
         with plainly():

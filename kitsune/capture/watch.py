@@ -47,6 +47,13 @@ def refuse_surroundings() -> Refusal | None:
     return refuse_dynamo()
 
 
+def is_watched() -> bool:
+    """Whether something at this moment wants to see each operator, or what it saves, or stands in for its tensors."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    transforms = torch._C._are_functorch_transforms_active()
+    return hooks is not None or transforms or torch._C._len_torch_dispatch_stack() > 0
+
+
 def surrounding_facts() -> list[Fact]:
     """What must stay for `refuse_surroundings` to answer as it does."""
     modes = range(torch._C._len_torch_function_stack())

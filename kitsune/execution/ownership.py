@@ -7,7 +7,7 @@ call for that (its own CUDA graph trees use this one).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -19,7 +19,14 @@ class HandedOut:
         self._storages = [tensor.untyped_storage() for tensor in tensors]
         self._own = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
 
-    def in_use(self) -> bool:
-        """Whether any of them is referred to by more than when this object was made."""
+    def in_use(self, besides: Collection[int] = ()) -> bool:
+        """Whether any of them is referred to by more than when this object was made.
+
+        Args:
+            besides: addresses of storages to which one more reference is known.
+        """
         count = torch._C._storage_Use_Count
-        return any(count(storage._cdata) > own for storage, own in zip(self._storages, self._own, strict=True))
+        allowed = [
+            own + (storage.data_ptr() in besides) for storage, own in zip(self._storages, self._own, strict=True)
+        ]
+        return any(count(storage._cdata) > most for storage, most in zip(self._storages, allowed, strict=True))

@@ -13,6 +13,7 @@ from torch import Tensor
 from kitsune.capture.following import FollowedTensor, PendingTensor, followed, pending, plainly, valued
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
+from kitsune.capture.watch import is_watched
 from kitsune.device import current_stream
 
 _MOST_TAILS = 4
@@ -106,6 +107,25 @@ class Tail:
         return not self.refused and index < len(self.operations) and self.operations[index] == operation
 
 
+class Tails:
+    """What was done with outputs of earlier calls, and whose call uses the memory of the `given` tensors at present."""
+
+    def __init__(self) -> None:
+        self.known: list[Tail] = []
+        self._user: weakref.ref[Following] | None = None
+
+    def are_refused(self) -> bool:
+        """Whether there are some, and none can be replayed."""
+        return bool(self.known) and all(tail.refused for tail in self.known)
+
+    def lend(self, user: Following) -> None:
+        """Gives `user` the memory; whoever had it computes what needs it, and leaves the rest to autograd."""
+        before = None if self._user is None else self._user()
+        if before is not None and before is not user:
+            before.close()
+        self._user = weakref.ref(user)
+
+
 class Backward(Protocol):
     """Runs the backward pass of a loss at the end of a tail."""
 
@@ -132,14 +152,15 @@ class Following:
         backward: replays tails.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], tails: list[Tail], backward: Backward) -> None:
-        self._tails, self._backward = tails, backward
+    def __init__(self, outputs: Sequence[Tensor], tails: Tails, backward: Backward) -> None:
+        self._tails = tails
+        self._backward: Backward | None = backward
         self._outputs = list(outputs)
         self._device = outputs[0].device
         self._stream = current_stream(self._device)
         self._values: dict[int, Tensor] = dict(enumerate(outputs))
         self._done = Tail([], [], [], 0, [])
-        self._candidates = list(tails)
+        self._candidates = list(tails.known)
         self._versions = {place: output._version for place, output in enumerate(outputs)}
         self._pending: dict[int, weakref.ref[PendingTensor]] = {}
         self._is_open = True
@@ -155,9 +176,8 @@ class Following:
             return self._run_backward(*args, **kwargs)
         if not self._is_open:
             return self._run(function, args, kwargs)
-        if _may_change(function, kwargs) or current_stream(self._device) != self._stream:
-            self._compute()
-            self._is_open = False
+        if _may_change(function, kwargs) or is_watched() or current_stream(self._device) != self._stream:
+            self.close()
             return self._run(function, args, kwargs)
         found = described(function, args, kwargs, self, self._device.type) if torch.is_grad_enabled() else None
         if found is None:
@@ -176,7 +196,7 @@ class Following:
             return result
         self._candidates = []
         self._compute()
-        self._is_open = len(self._tails) < _MOST_TAILS and self._is_unchanged()
+        self._is_open = len(self._tails.known) < _MOST_TAILS and self._is_unchanged()
         if not self._is_open:
             return result
         return self._followed(self._note(operation, TensorLayout.of(result), self._is_alias(result), kept), result)
@@ -191,10 +211,19 @@ class Following:
         spent: Tensor = _Spent.apply(value, torch.empty((), requires_grad=True))  # type: ignore[no-untyped-call]
         return spent
 
+    def close(self) -> None:
+        """Computes what is pending, and follows no further."""
+        if self._is_open:
+            self._compute()
+            self._is_open = False
+
     def _defer(self, candidates: list[Tail], operation: Operation, given: list[Tensor]) -> Tensor:
         """The result of what was done before, as a tensor without a value."""
         self._candidates = candidates  # which have their beginnings in common, and the memory for these
         tail, index = candidates[0], len(self._done.operations)
+        if tail.is_view[index] and not operation.places() <= self._values.keys():
+            self._compute()
+        self._tails.lend(self)
         with torch.no_grad():
             for own, tensor in zip(tail.given[index], given, strict=True):
                 own.copy_(tensor, non_blocking=True)
@@ -202,7 +231,7 @@ class Following:
         place = self._note(operation, layout, is_view, tail.given[index])
         if is_view:
             with plainly():
-                return self._followed(place, operation.run(self._values, tail.given[index]))
+                return self._followed(place, operation.run(self._values, _copies(tail.given[index])))
         result = pending(layout, self, place)
         self._pending[place] = weakref.ref(result)
         return result
@@ -245,11 +274,11 @@ class Following:
             return
         if not self._is_unchanged():
             raise RuntimeError(CHANGED)
-        with plainly():
+        with plainly(), torch.inference_mode(False):
             for index, (operation, given) in enumerate(zip(done.operations, done.given, strict=True)):
                 place = len(self._outputs) + index
                 if place not in self._values:
-                    self._values[place] = operation.run(self._values, given)
+                    self._values[place] = operation.run(self._values, _copies(given))
                     self._versions[place] = self._values[place]._version
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -286,9 +315,11 @@ class Following:
         self._is_open, is_followed = False, self._is_open and is_usual
         with plainly():
             valued(loss).backward(gradient, retain_graph, create_graph, inputs)
-        if is_followed and not self._candidates and len(self._tails) < _MOST_TAILS:
+        if is_followed and not self._candidates and len(self._tails.known) < _MOST_TAILS:
+            assert self._backward is not None
             self._done.refused = not self._backward.accepts(self._done)
-            self._tails.append(self._done)
+            self._tails.known.append(self._done)
+        self._end({})
 
     def _is_done(self, tail: Tail) -> bool:
         return not tail.refused and tail.root == self._done.root and len(tail.operations) == len(self._done.operations)
@@ -296,14 +327,27 @@ class Following:
     def _replay(self, tail: Tail) -> bool:
         alive = [place for place, reference in self._pending.items() if reference() is not None]
         wanted = [place for place in alive if place != tail.root and place not in self._values]
+        assert self._backward is not None
         results = self._backward.replay(tail, self._outputs, wanted)
         if results is None:
             return False
-        self._values = {place: value.detach() for place, value in self._values.items() if place in alive}
-        self._values.update(results)
-        self._is_open, self._is_spent = False, True
-        self._outputs, self._done, self._candidates = [], Tail([], [], [], 0, []), []
+        self._values = {place: value.detach() for place, value in self._values.items()}
+        self._end({place: result for place, result in results.items() if place not in self._values})
+        self._is_spent = True
         return True
+
+    def _end(self, results: Mapping[int, Tensor]) -> None:
+        """Lets go of all but the results that somebody still has."""
+        alive = {place for place, reference in self._pending.items() if reference() is not None}
+        self._values = {place: value for place, value in {**self._values, **results}.items() if place in alive}
+        self._versions = {}
+        self._is_open, self._backward = False, None
+        self._outputs, self._done, self._candidates = [], Tail([], [], [], 0, []), []
+
+
+def _copies(given: Sequence[Tensor]) -> list[Tensor]:
+    """For autograd to keep: the memory is for the next call."""
+    return [tensor.clone() for tensor in given]
 
 
 def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -320,7 +364,7 @@ class _Spent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
-        return value.view_as(value)
+        return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> None:

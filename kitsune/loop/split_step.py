@@ -21,7 +21,7 @@ from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
-from kitsune.loop.following import SPENT, Following, Tail
+from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
@@ -245,7 +245,7 @@ class _Graphs:
     ) -> None:
         self.program = program
         self.tail_step = tail_step
-        self._tails: list[Tail] = []
+        self._tails = Tails()
         self.forward = forward
         self.again = again
         self.stable = frozenset(stable)
@@ -275,7 +275,7 @@ class _Graphs:
 
     def _followed(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.has_replayed_loss = False
-        if self.tail_step is None or (self._tails and all(tail.refused for tail in self._tails)):
+        if self.tail_step is None or self._tails.are_refused():
             return outputs
         node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
         following = Following(outputs, self._tails, _TailsOfCall(self, node))

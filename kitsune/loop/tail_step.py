@@ -174,14 +174,18 @@ def _make_way(recorded: _Recorded) -> bool:
     if not recorded.handed_out.in_use():
         return True
     places = {tensor.data_ptr() for tensor in recorded.static}
-    for param in recorded.trained:
-        if param.grad is not None and param.grad.data_ptr() in places:
-            param.grad.data = param.grad.clone()
-    return not recorded.handed_out.in_use()
+    here = [grad for param in recorded.trained if (grad := param.grad) is not None and grad.data_ptr() in places]
+    if recorded.handed_out.in_use({grad.untyped_storage().data_ptr() for grad in here}):
+        return False
+    for grad in here:
+        grad.data = grad.clone()
+    return True
 
 
 def _may_add(trained: Sequence[Tensor]) -> bool:
-    """Whether adding to gradients that are there is all that autograd would do."""
+    """Whether all that autograd would do is to leave gradients, or to add them to those that are there."""
+    if not all(param.requires_grad for param in trained):
+        return False
     there = [grad for param in trained if (grad := param.grad) is not None]
     return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
 

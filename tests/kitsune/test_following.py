@@ -724,6 +724,118 @@ def test_functions_of_other_libraries(device: torch.device) -> None:
     alike(body, device)
 
 
+def several_at_once(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """Losses that wait for their backward passes at the same time, of labels of their own."""
+    losses = [functional.cross_entropy(loop.model(x + part), (y + part) % 3) for part in range(3)]
+    for loss in losses:
+        loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def now_and_then_summed(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    parts = range(3 if loop.index in (5, 7) else 1)
+    return stepped(loop, sum(functional.cross_entropy(loop.model(x + part), (y + part) % 3) for part in parts)).item()
+
+
+def kept_and_read_late(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    out = loop.model(x)
+    loss = functional.cross_entropy(out, y)
+    stepped(loop, loss if loop.index < 5 else out.square().sum())
+    loop.memo.setdefault("losses", []).append(loss)
+    return [float(one.detach()) for one in loop.memo["losses"]] if loop.index == STEPS - 1 else None
+
+
+class Doubling(Tensor):
+    """Its mean squared errors are twice those of others."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result.as_subclass(Tensor) * 2 if function is functional.mse_loss else result
+
+
+def of_another_subclass(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    target = functional.one_hot(y, 3).float().as_subclass(Doubling)
+    return stepped(loop, functional.mse_loss(loop.model(x), target)).item()
+
+
+def views_of_gradients(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """They show what is added later."""
+    functional.cross_entropy(loop.model(x), y).backward()
+    views = [param.grad.view(-1) for param in loop.model.parameters()]
+    functional.cross_entropy(loop.model(-x), y).backward()
+    seen = [view.clone() for view in views]
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return seen
+
+
+def frozen_between(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    loss = functional.cross_entropy(loop.model(x), y)
+    if loop.index in (5, 7):
+        loop.model.last.bias.requires_grad_(False)
+    stepped(loop, loss)
+    loop.model.last.bias.requires_grad_(True)
+    return loss.item()
+
+
+def view_as_another(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    out = loop.model(x)
+    double = out * 2
+    return stepped(loop, (double + out.view_as(double)).square().mean()).item()
+
+
+def read_in_inference_mode(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    loss = functional.cross_entropy(loop.model(x), y)
+    with torch.inference_mode():
+        early = loss.item()
+    stepped(loop, loss)
+    return early
+
+
+def transformed(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    out = loop.model(x)
+    seen = torch.vmap(lambda factor: (out * factor).square().sum())(torch.arange(3.0, device=x.device)).detach()
+    return seen, stepped(loop, functional.cross_entropy(out, y)).item()
+
+
+def multiplied_afterwards(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    loss = stepped(loop, functional.cross_entropy(loop.model(x), y) / 4)
+    loss *= 4
+    return loss.item()
+
+
+def packed(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """With hooks around the loss alone."""
+    calls: list[Any] = []
+    out = loop.model(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: calls.append(1) or one, lambda one: one):
+        loss = functional.cross_entropy(out, y)
+    return stepped(loop, loss).item(), len(calls)
+
+
+UNUSUAL: list[Body] = [
+    several_at_once,
+    now_and_then_summed,
+    kept_and_read_late,
+    of_another_subclass,
+    views_of_gradients,
+    frozen_between,
+    view_as_another,
+    read_in_inference_mode,
+    transformed,
+    multiplied_afterwards,
+    packed,
+]
+
+
+@pytest.mark.parametrize("body", UNUSUAL, ids=lambda body: body.__name__)
+def test_an_unusual_loop(body: Body, device: torch.device) -> None:
+    alike(body, device)
+
+
 def test_only_the_loops_own_results_are_followed(device: torch.device) -> None:
     torch.manual_seed(3)
     model = Net().to(device)
