@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -303,7 +304,7 @@ def test_the_module_is_a_command_that_does_not_wait_for_torch(results: Path) -> 
     done = subprocess.run(
         [sys.executable, "-c", code, "--results", str(results), "--machine", GPU_MACHINE],
         capture_output=True,
-        env={"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,12 @@
 """What the tests of kitsune share: one thread, nothing left over from test to test, readable reports of failures."""
 
 import gc
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 from kitsune.fallback import Chooser
 from kitsune.loop.whole_step import WholeStep
@@ -23,13 +23,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quiet_trace() -> None:
-    """torch logs every graph in full to this logger, which is costly once pytest listens."""
-    logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
+def _untimed_guards() -> None:
+    """With each capture, torch times its guards after it has emptied the processor's cache."""
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 
 @pytest.fixture(scope="session")
-def _frozen(_quiet_trace: None) -> Iterator[None]:
+def _frozen(_untimed_guards: None) -> Iterator[None]:
     """Keeps all that torch loads for a first capture out of the collections after each test."""
     for form in FORMS:
         Training(form, *net_and_adam()).run(3)
