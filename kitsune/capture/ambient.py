@@ -29,6 +29,11 @@ def ambient_facts(device: torch.device) -> list[Fact]:
     return [result(read, *args) for read, args in _readings(device)]
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """What autocast computes in at present, on devices of a kind; None where it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def _readings(device: torch.device) -> tuple[Reading, ...]:
     """What is to be read at present: autocast has a dtype only where it is on."""
     kind = device.type

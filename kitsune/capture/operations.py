@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.following import FollowedTensor, Follower, plainly
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -24,13 +25,13 @@ class Operation:
     Attributes:
         function: the function, method or getter.
         args, kwargs: descriptions of the arguments.
-        autocast: whether autocast was on, and its data type.
+        autocast: what autocast computed in; None where it was off.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    autocast: tuple[bool, torch.dtype | None]
+    autocast: torch.dtype | None
 
     def places(self) -> set[int]:
         """The places of the followed tensors among the arguments."""
@@ -49,9 +50,8 @@ class Operation:
         rest = iter(given)
         args = [_filled(one, values, rest) for one in self.args]
         kwargs = {name: _filled(one, values, rest) for name, one in self.kwargs}
-        enabled, dtype = self.autocast
-        kind = next(iter(values.values())).device.type
-        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False):
+        kind, dtype = next(iter(values.values())).device.type, self.autocast
+        with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
             return self.function(*args, **kwargs)
 
 
@@ -78,9 +78,7 @@ def described(
         described_kwargs = tuple([(name, _described(one, follower, given)) for name, one in kwargs.items()])
     except LookupError:
         return None
-    enabled = torch.is_autocast_enabled(kind)
-    autocast = (enabled, torch.get_autocast_dtype(kind) if enabled else None)
-    return Operation(function, described_args, described_kwargs, autocast), given
+    return Operation(function, described_args, described_kwargs, autocast_dtype(kind)), given
 
 
 def _described(argument: Any, follower: Follower, given: list[Tensor]) -> tuple[Any, ...]:

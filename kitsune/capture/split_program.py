@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,6 +36,9 @@ class SplitProgram:
         gradient_places: positions of the flat inputs that get a gradient.
         depends: for each of those gradients, the indices of the tangents it depends on.
         saved_inputs: positions of the flat inputs that saved values are, or are views of.
+        groups: for each differentiable output, a number that it has in common with those whose backward pass runs
+            through the same nodes of autograd's graph; others may have theirs at other times.
+        autocast: what autocast computes in during the backward pass; None outside of it.
         repeatable: whether running the call again has no effect: it draws no random numbers and
             writes to none of its inputs.
     """
@@ -46,11 +50,18 @@ class SplitProgram:
     gradient_places: tuple[int, ...]
     depends: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
+    groups: tuple[int, ...]
+    autocast: torch.dtype | None
     repeatable: bool
 
 
-def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitProgram:
+def trace_split(
+    graph: fx.GraphModule, flat: Sequence[torch.Tensor], autocast: torch.dtype | None = None
+) -> SplitProgram:
     """Traces `graph(*flat)`, the call of a module, and its backward pass.
+
+    Args:
+        autocast: as in `SplitProgram`.
 
     Raises:
         RefusedError: the call cannot be captured.
@@ -66,13 +77,15 @@ def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitPro
     layouts = tuple(TensorLayout.of(example) for example, needs in zip(examples, differentiable, strict=True) if needs)
     wanted = [position for position, tensor in enumerate(flat) if tensor.requires_grad]
     reached: list[int] = []
+    groups: list[int] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
         values, tangents = inputs[: len(flat)], inputs[len(flat) :]
         outputs = interpret(graph, values)
         _refuse_aliases(outputs, values)
         roots = [output for output, needs in zip(outputs, differentiable, strict=True) if needs]
-        grads = gradients(roots, [values[place] for place in wanted], tangents)
+        groups[:] = _groups(roots)
+        grads = gradients(roots, [values[place] for place in wanted], tangents, autocast)
         reached[:] = [place for place, grad in zip(wanted, grads, strict=True) if grad is not None]
         present = [grad for grad in grads if grad is not None]
         owned = own_gradients([values[place] for place in reached], present, inputs)
@@ -90,6 +103,8 @@ def trace_split(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> SplitPro
         gradient_places=tuple(reached),
         depends=parts.depends,
         saved_inputs=parts.saved_inputs,
+        groups=tuple(groups),
+        autocast=autocast,
         repeatable=repeatable,
     )
 
@@ -207,6 +222,23 @@ def _example(output: dataflow.Result) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise RefusedError(Refusal("the model's output contains values that are not tensors"))
     return value
+
+
+def _groups(roots: Sequence[torch.Tensor]) -> list[int]:
+    """See `SplitProgram.groups`. Nodes that only add up gradients of leaves may be reached by every backward pass."""
+    groups: list[int] = []
+    seen: list[set[Any]] = []
+    for index, root in enumerate(roots):
+        nodes, waiting = set[Any](), [root.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes and node.next_functions:
+                nodes.add(node)
+                waiting += [following for following, _ in node.next_functions]
+        joined = {groups[other] for other in range(index) if not nodes.isdisjoint(seen[other])}
+        groups = [index if group in joined else group for group in groups] + [index]
+        seen.append(nodes)
+    return groups
 
 
 def _refuse_nested_outputs(graph: fx.Graph, differentiable: Sequence[bool]) -> None:

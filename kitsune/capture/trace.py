@@ -58,13 +58,16 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 def gradients(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    autocast: torch.dtype | None = None,
 ) -> list[torch.Tensor | None]:
     """Gradients of `outputs` weighted by `tangents`; None for inputs that they do not depend on.
 
-    As in a backward pass outside of autocast. To be called while tracing.
+    As in a backward pass inside of `autocast`; outside of it for None. To be called while tracing.
     """
-    with torch.autocast(inputs[0].device.type, enabled=False):
+    with torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None):
         return list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.split_program import SplitProgram, trace_split, without_tangents
 from kitsune.config import Config
@@ -62,6 +63,7 @@ class SplitStep(GuardedStep):
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
+        self._autocast: torch.dtype | None = None  # what autocast computes in during the latest backward pass
 
     @property
     def executor(self) -> str | None:
@@ -76,16 +78,31 @@ class SplitStep(GuardedStep):
         return ("forward", "loss", "backward") if self._graphs.has_replayed_loss else ("forward", "backward")
 
     def watch_backward(self, output: Any) -> None:
-        """Refuses the signature if the backward pass of an eager call is differentiated, before a replay meets that."""
+        """Learns from the backward pass of an eager call, before a replay meets that.
+
+        Where it is differentiated, the signature is refused.
+        """
         if self.chooser.settled:
             return
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(self._on_eager_backward)
 
-    def _on_eager_backward(self, _tangents: Any) -> None:
+    def _on_eager_backward(self, tangents: Any) -> None:
         if torch.is_grad_enabled():
-            self._refuse_backward()
+            self.refuse_backward()
+        self._autocast = next(autocast_dtype(one.device.type) for one in tangents if one is not None)
+
+    def refuse_backward(self) -> None:
+        """The backward pass of a replayed call is needed in a form that no graph of it has."""
+        refusal = Refusal("the backward pass is differentiated or batched (create_graph, is_grads_batched)")
+        self._log.add(refusal)
+        self.chooser.refuse(refusal)
+
+    def note_autocast(self, dtype: torch.dtype | None) -> None:
+        """The backward pass of a replayed call ran inside of autocast to `dtype`, unlike the captured one."""
+        self._autocast, self._shortcut = dtype, None
+        self._log.add(RefusedError(_other_autocast(), passing=True))
 
     def rounding(self) -> float:
         """The coarsest rounding of a value of the captured call and its backward pass."""
@@ -110,11 +127,11 @@ class SplitStep(GuardedStep):
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         try:
             done, output = super().replay(args, kwargs)
-            if done:
-                self._shortcut = self._find_shortcut(args, kwargs)
-            return done, output
         finally:
-            self._flat = ()
+            flat, self._flat = self._flat, ()
+        if done and flat:  # a call in another thread may have taken it
+            self._shortcut = self._find_shortcut(args, kwargs, flat)
+        return done, output
 
     def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """Answers a call as `replay` would, in a shorter way; None, with nothing done, where that cannot be."""
@@ -126,8 +143,10 @@ class SplitStep(GuardedStep):
         self.declined = None
         return graphs.call(flat)[0]
 
-    def _find_shortcut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShortcut | None:
-        """A shorter way to repeat the call that was just replayed, if there is one."""
+    def _find_shortcut(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], flat: Sequence[torch.Tensor]
+    ) -> CallShortcut | None:
+        """A shorter way to repeat the call that was just replayed, of `flat`, if there is one."""
         if not self.chooser.settled or self.chooser.refusal is not None:
             return None
         if self._shortcut is not None and self._shortcut.inputs(args, kwargs) is not None:
@@ -136,19 +155,21 @@ class SplitStep(GuardedStep):
             return None
         self._num_shortcuts += 1
         started = time.perf_counter()
-        shortcut = self._make_shortcut(args, kwargs)
+        shortcut = self._make_shortcut(args, kwargs, flat)
         self.setup_seconds += time.perf_counter() - started
         if shortcut is None or self._refuse_call() is not None:
             return None
         inputs = shortcut.inputs(args, kwargs)
-        return shortcut if inputs is not None and same_tensors(inputs, self._flat) else None
+        return shortcut if inputs is not None and same_tensors(inputs, flat) else None
 
-    def _make_shortcut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShortcut | None:
+    def _make_shortcut(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], flat: Sequence[torch.Tensor]
+    ) -> CallShortcut | None:
         graphs, guarded = self._graphs, self._guarded
         repetition = None if guarded is None else guarded.repetition(args, kwargs)
         if repetition is None or graphs is None:
             return None
-        facts = [*call_facts(self.module, self._flat[0].device), *graphs.forward.facts(len(self._flat))]
+        facts = [*call_facts(self.module, flat[0].device), *graphs.forward.facts(len(flat))]
         try:
             return CallShortcut(repetition, facts, args, kwargs, graphs.stable)
         except LookupError:
@@ -165,6 +186,9 @@ class SplitStep(GuardedStep):
         elif not self._graphs.forward.fits(flat):
             self.release()
             raise RefusedError(Refusal("a parameter or a buffer changed since the capture"), passing=True)
+        elif self._graphs.program.autocast != self._autocast:
+            self.release()
+            raise RefusedError(_other_autocast(), passing=True)
         elif self._graphs.is_pending():
             raise RefusedError(
                 Refusal("the model is called again before the backward pass of its last call"), passing=True
@@ -174,7 +198,7 @@ class SplitStep(GuardedStep):
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
         self.verified = 0
-        program = trace_split(graph, flat)
+        program = trace_split(graph, flat, self._autocast)
         known = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
         forward = Recording(
@@ -187,22 +211,19 @@ class SplitStep(GuardedStep):
             forward.release()
             raise
         tails = self._tail_step(program, forward, [flat[place] for place in program.gradient_places], known)
-        return _Graphs(program, forward, backward, self._gradients, stable, again, self._refuse_backward, tails)
+        return _Graphs(program, forward, backward, self._gradients, stable, again, self, tails)
 
     def _tail_step(
         self, program: SplitProgram, forward: Recording, trained: Sequence[torch.Tensor], known: Collection[int]
     ) -> TailStep | None:
-        """For a call of which parameters alone get gradients; those of others are autograd's to pass on."""
-        if not self._config.defer_loss or not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
+        """For a call of which parameters alone get gradients, at once; those of others are autograd's to pass on."""
+        is_whole = len(set(program.groups)) == 1 and program.autocast is None
+        is_owned = all(id(tensor) in known and tensor.is_leaf for tensor in trained)
+        if not (self._config.defer_loss and is_whole and is_owned):
             return None
         return TailStep(
             program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log
         )
-
-    def _refuse_backward(self) -> None:
-        refusal = Refusal("the backward pass is differentiated or batched (create_graph, is_grads_batched)")
-        self._log.add(refusal)
-        self.chooser.refuse(refusal)
 
     def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
         """The backward graph over the forward graph's memory; None where that keeps none between calls."""
@@ -227,9 +248,8 @@ class SplitStep(GuardedStep):
 class _Graphs:
     """The captured forward and backward pass of a call.
 
-    `again` runs the call once more, inside autograd; None where that would differ. `on_backward_again`,
-    a bound method whose object is not kept alive, is told when a backward pass is to be differentiated
-    or batched, for which the captured one is no use.
+    `again` runs the call once more, inside autograd; None where that would differ. `step`, which is not
+    kept alive, is told of backward passes for which the captured one is no use.
     """
 
     def __init__(
@@ -240,7 +260,7 @@ class _Graphs:
         gradients: dict[int, torch.Tensor],
         stable: Collection[int],
         again: fx.GraphModule | None,
-        on_backward_again: Callable[[], None],
+        step: SplitStep,
         tail_step: TailStep | None,
     ) -> None:
         self.program = program
@@ -249,7 +269,7 @@ class _Graphs:
         self.forward = forward
         self.again = again
         self.stable = frozenset(stable)
-        self._on_backward_again = weakref.WeakMethod(on_backward_again)
+        self._step = weakref.ref(step)
         self.copied_backwards = 0
         self.has_replayed_loss = False  # in the backward pass of the latest call
         self._backward = backward
@@ -286,6 +306,8 @@ class _Graphs:
     ) -> Mapping[int, torch.Tensor] | None:
         """See `kitsune.loop.following.Backward`; `node` is the call's in autograd's graph."""
         assert self.tail_step is not None
+        if autocast_dtype(outputs[0].device.type) is not None:
+            return None
         try:
             saved = node.saved_tensors[: node.num_saved]
         except RuntimeError:  # edited in place, or freed
@@ -345,18 +367,35 @@ class _Graphs:
             self._backwards_in_order[missing] = InOrder(without_tangents(self.program.backward, missing))
         return self._backwards_in_order[missing]
 
-    def backward_again(
-        self, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """As `run_backward`, from the inputs of the call and by autograd: it can be differentiated and batched."""
-        if (tell := self._on_backward_again()) is not None:
-            tell()
+    def refuse_backward(self) -> None:
+        """A backward pass is to be differentiated or batched.
+
+        Raises:
+            KitsuneError: there is no way to do that.
+        """
+        if (step := self._step()) is not None:
+            step.refuse_backward()
         if self.again is None:
             raise KitsuneError(
                 "create_graph or is_grads_batched came after a replay that cannot be repeated (random numbers, buffers "
                 "or autocast); later calls of this model run eagerly, or use mode='eager' from the beginning"
             )
-        with torch.enable_grad():
+
+    def suits_autocast(self, kind: str) -> bool:
+        """Whether the captured backward pass is what autograd would run now."""
+        dtype = autocast_dtype(kind)
+        if dtype == self.program.autocast:
+            return True
+        if (step := self._step()) is not None:
+            step.note_autocast(dtype)
+        return False
+
+    def backward_again(
+        self, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """As `run_backward`, from the inputs of the call and by autograd, as it would at present."""
+        assert self.again is not None
+        with torch.enable_grad(), torch.autocast(flat[0].device.type, enabled=False):
             outputs = self.again(*flat)
         roots = [output for output, needs in zip(outputs, self.program.differentiable, strict=True) if needs]
         used = [index for index, tangent in enumerate(tangents) if tangent is not None]
@@ -373,13 +412,19 @@ class _Graphs:
         )
 
     def is_pending(self) -> bool:
-        """Whether the saved values of the last call may still be needed by its backward pass."""
+        """Whether the saved values of the last call may still be needed by its backward pass.
+
+        Where a part of it ran already, and another may follow, they get memory of their own.
+        """
         context = None if self._pending is None else self._pending()
         if context is None or context.is_spent or not self.forward.executor.keeps_outputs:
             return False
         try:
             _ = context.saved_tensors
-        except RuntimeError:  # autograd has released them: the backward pass ran
+        except RuntimeError:  # autograd has released them: a backward pass ran
+            if context.kept is not None:
+                with torch.no_grad():
+                    context.static, self._pending = [tensor.clone() for tensor in context.static], None
             return False
         return True
 
@@ -420,6 +465,7 @@ class _Replay(torch.autograd.Function):
         outputs, saved = graphs.run_forward(flat)
         ctx.graphs = graphs
         ctx.is_spent = False  # set when a replay has done what `backward` would
+        ctx.done = set[int]()  # the groups of outputs whose backward pass has run
         ctx.num_inputs = len(flat)
         stable, arguments = graphs.divide(flat)
         ctx.stable = stable
@@ -435,20 +481,27 @@ class _Replay(torch.autograd.Function):
         ctx.num_saved = len(saved)
         ctx.versions = [(weakref.ref(argument), argument._version) for argument in arguments]
         # Eager may not need the arguments afterwards, so the user may edit them: `.data` has a version of its own.
-        ctx.save_for_backward(*saved, *(tensor if tensor.requires_grad else tensor.data for tensor in arguments))
+        kept = [*saved, *(tensor if tensor.requires_grad else tensor.data for tensor in arguments)]
+        ctx.save_for_backward(*kept)
+        # Autograd lets go of all at the first backward pass, where eager keeps what other outputs' passes need.
+        several = len(set(graphs.program.groups)) > 1
+        ctx.kept = [(tensor.detach(), tensor._version) for tensor in kept] if several else None
         graphs.now_pending(ctx)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.is_spent:
-            raise RuntimeError(SPENT)
-        saved = ctx.saved_tensors  # raises if an input was edited in place, or if the backward pass ran already
         graphs: _Graphs = ctx.graphs
         differentiable = graphs.program.differentiable
         given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
+        saved = _saved(ctx, given)
         saved, arguments = saved[: ctx.num_saved], saved[ctx.num_saved :]
-        if torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given):
+        is_again = torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given)
+        if is_again:
+            graphs.refuse_backward()
+        elif not graphs.suits_autocast(next(tangent.device.type for tangent in given if tangent is not None)):
+            is_again = graphs.again is not None
+        if is_again:
             if any(_was_edited(argument(), version) for argument, version in ctx.versions):
                 raise KitsuneError("an argument of the model was edited before its backward pass had to run again")
             grads = graphs.backward_again(graphs.unite(ctx.stable, arguments), given)
@@ -458,6 +511,37 @@ class _Replay(torch.autograd.Function):
         for place, grad in zip(graphs.program.gradient_places, grads, strict=True):
             result[place + 1] = grad
         return tuple(result)
+
+
+def _saved(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+    """What was saved for a backward pass that starts from the outputs with `tangents`.
+
+    Raises:
+        RuntimeError: an input was edited in place, or the backward pass ran already.
+    """
+    if ctx.is_spent:
+        raise RuntimeError(SPENT)
+    every = ctx.graphs.program.groups
+    groups = {group for group, tangent in zip(every, tangents, strict=True) if tangent is not None}
+    is_apart = bool(ctx.done) and ctx.done.isdisjoint(groups)
+    ctx.done |= groups
+    kept = ctx.kept
+    if ctx.done.issuperset(every):
+        ctx.kept = None
+    try:
+        saved: Sequence[torch.Tensor] = ctx.saved_tensors
+    except RuntimeError:
+        if not is_apart or kept is None or any(tensor._version != version for tensor, version in kept):
+            raise
+        return [tensor for tensor, _ in kept]
+    return saved
+
+
+def _other_autocast() -> Refusal:
+    return Refusal(
+        "backward() runs inside of autocast, or of another data type, unlike when it was captured",
+        remedy="call backward() outside of autocast",
+    )
 
 
 def _in_layout(tangent: torch.Tensor | None, layout: TensorLayout) -> torch.Tensor:

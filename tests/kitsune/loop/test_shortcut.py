@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -521,7 +522,9 @@ def test_calls_from_several_threads_in_turns(taken: list[bool]) -> None:
     """Modes belong to threads."""
 
     def run(training: Training, index: int) -> None:
-        thread = threading.Thread(target=training.run, args=(1,), kwargs={"start": index})
+        # In the same context: what an earlier test has set back in torch's configuration counts as set there alone.
+        within = contextvars.copy_context()
+        thread = threading.Thread(target=within.run, args=(training.run, 1), kwargs={"start": index})
         thread.start()
         thread.join()
 

@@ -1,0 +1,218 @@
+"""Backward passes of a replayed call: in several parts, and inside of autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.kitsune import static_memory
+from tests.kitsune.training import Training, batch, compare, sgd
+
+Losses = tuple[Tensor, ...]
+PLACES = ["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLACES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "static memory":
+        static_memory.install(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+class Apart(nn.Module):
+    """Outputs of which each can have a backward pass of its own; two of them share parameters, but no node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tied = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.deep = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x).tanh(), self.deep(x), self.tied(x).exp(), self.tied(x * 2).exp()
+
+
+def each(losses: Losses) -> None:
+    for loss in losses:
+        loss.backward()
+
+
+def backwards(losses: Losses) -> None:
+    each(losses[::-1])
+
+
+def in_pairs(losses: Losses) -> None:
+    (losses[0] + losses[2]).backward()
+    (losses[1] + losses[3]).backward()
+
+
+def at_once(losses: Losses) -> None:
+    torch.stack(losses).sum().backward()
+
+
+def some(losses: Losses) -> None:
+    (losses[0] + losses[1]).backward()
+
+
+def kept_and_again(losses: Losses) -> None:
+    losses[0].backward(retain_graph=True)
+    losses[0].backward()
+    losses[1].backward()
+
+
+def one_twice(losses: Losses) -> None:
+    losses[0].backward()
+    losses[1].backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        losses[1].backward()
+    losses[2].backward()
+
+
+PARTS = [each, backwards, in_pairs, at_once, some, kept_and_again, one_twice]
+
+
+def on(device: str, model: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    built = model().to(device)
+    return built, sgd(built)
+
+
+def trained(training: Training, backward: Callable[[Losses], None], x: Tensor, y: Tensor) -> Tensor:
+    training.optimizer.zero_grad()
+    losses = tuple(training.loss_fn(output, y) for output in training.model(x))
+    backward(losses)
+    training.optimizer.step()
+    return torch.stack(losses).detach()
+
+
+def same(device: str, model: Callable[[], nn.Module], loop: Callable[..., Tensor], **options: Any) -> Training:
+    tolerance = {"rtol": 2e-5, "atol": 2e-6} if device == "cuda" else {}
+    return compare(
+        "drop_in",
+        partial(on, device, model),
+        loop=loop,
+        batches=partial(batch, device=device),
+        steps=8,
+        **tolerance,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("backward", PARTS)
+def test_outputs_that_have_nothing_in_common(backward: Callable[[Losses], None], device: str) -> None:
+    same(device, Apart, lambda training, x, y: trained(training, backward, x, y))
+
+
+def test_a_call_between_two_backward_passes(device: str) -> None:
+    """The second one reads what the first call has saved."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        first = [functional.cross_entropy(output, y) for output in training.model(x)]
+        first[0].backward()
+        second = [functional.cross_entropy(output, y) for output in training.model(x + 1)]
+        second[1].backward()
+        first[1].backward()
+        training.optimizer.step()
+        return torch.stack([*first, *second]).detach()
+
+    same(device, Apart, loop)
+
+
+def test_what_was_saved_is_edited_between_two_backward_passes(device: str) -> None:
+    """As autograd raises, so does a replay."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        losses = [functional.cross_entropy(output, y) for output in training.model(x)]
+        losses[0].backward()
+        x.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|second time"):
+            losses[2].backward()
+        training.optimizer.step()
+        return losses[0].detach()
+
+    same(device, Apart, loop)
+
+
+def test_outputs_that_share_a_trunk(device: str) -> None:
+    class Together(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.trunk(x).tanh()
+            return self.left(hidden), self.right(hidden)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        losses = [functional.cross_entropy(output, y) for output in training.model(x)]
+        losses[0].backward()
+        training.optimizer.step()
+        with pytest.raises(RuntimeError, match="second time"):
+            losses[1].backward()
+        training.optimizer.zero_grad()
+        return losses[0].detach()
+
+    same(device, Together, loop)
+
+
+def autocast(device: str, enabled: bool) -> torch.autocast:
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
+
+
+def small(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["forward outside", "forward inside"])
+def test_backward_inside_of_autocast(outside: bool, device: str) -> None:
+    """It rounds what is not rounded outside."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        with autocast(device, not outside):
+            loss = functional.cross_entropy(training.model(x), y)
+        with autocast(device, True):
+            loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    same(device, small, loop)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["inside first", "outside first"])
+def test_backward_is_moved_into_autocast_or_out_of_it(first: bool, device: str) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.memo["count"] = training.memo.get("count", 0) + 1
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x), y)
+        with autocast(device, first == (training.memo["count"] <= 4)):
+            loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = same(device, small, loop, replays=4)
+    assert "autocast" in "".join(map(str, training.status().refusals))
+
+
+def test_a_call_that_cannot_run_again_keeps_the_precision_of_its_capture_once(device: str) -> None:
+    """And the status says so."""
+    torch.manual_seed(0)
+    training = Training("drop_in", *on(device, partial(small, 0.5)))
+    modes = []
+    for index in range(10):
+        (x, y), _ = batch(index, device=device)
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x), y)
+        with autocast(device, index >= 5):
+            loss.backward()
+        training.optimizer.step()
+        modes.append(training.status().mode)
+    assert modes[4:] == ["replay", "replay", "eager", "replay", "replay", "replay"]
+    assert "autocast" in "".join(map(str, training.status().refusals))
