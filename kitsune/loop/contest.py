@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ _MARGIN = 0.99
 
 _PROBE_EVERY = 5000
 _DRIFT = 1.2
+_SLOW_PROBES = 2  # in a row: one may have met other work on the device
 
 
 class Entrant(Protocol):
@@ -51,10 +52,11 @@ Maker = Callable[[Sequence[torch.Tensor]], E]
 class Contest(Generic[E]):
     """Replays a step by the fastest of several entrants.
 
-    Once opened, each in turn replays some of the user's own steps, and is timed by the device's clock; the fastest
-    replays all later ones. What the host takes does not count: it is slower during the trials than afterwards. The
-    fastest is made anew, alone, so that no memory of the trials is kept. It is timed again now and then: when it has
-    become much slower than it was, the trials are repeated, and from then on less often.
+    Once opened, each in turn replays some of the user's own steps, and is timed; the fastest replays all later ones. A
+    replay takes what the device takes for it, or what the host takes to launch it, if that is more: graphs on several
+    streams take longer to launch, and steps follow each other no faster than that. The fastest is made anew, alone, so
+    that no memory of the trials is kept. It is timed again now and then: when it has become much slower than it was,
+    the trials are repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once; it stays where no other is clearly faster.
@@ -88,6 +90,8 @@ class Contest(Generic[E]):
         self._present = 0
         self._turns: deque[int] = deque()
         self._samples: dict[int, list[float]] = {}
+        self._launches: dict[int, list[float]] = {}
+        self._slow_probes = 0
         self._is_runoff = False
         self._replays = 0
         self._probe_every = _PROBE_EVERY
@@ -136,17 +140,23 @@ class Contest(Generic[E]):
         end = _TURN if self.trying else self._probe_every
         if self._replays <= end - _SAMPLES:
             return self.winner(inputs)
-        return self._stopwatch.time(partial(self.winner, inputs))
+        return self._stopwatch.time(partial(self._launch, inputs))
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
         self._keep()
 
+    def _launch(self, inputs: Sequence[torch.Tensor]) -> Outputs:
+        started = time.perf_counter()
+        outputs = self.winner(inputs)
+        self._launches.setdefault(self._present, []).append((time.perf_counter() - started) * 1e6)
+        return outputs
+
     def _begin(self) -> None:
         """Each entrant gets a turn, the first one first, which is present."""
         self.trying, self._is_runoff = True, False
         self.winner.restart()
-        self._samples = {}
+        self._samples, self._launches = {}, {}
         self._turns = deque(range(1, len(self._makers)))
         self._replays = 0
         self._stopwatch.read()
@@ -168,8 +178,8 @@ class Contest(Generic[E]):
             return
         if best and not self._is_runoff:
             self._is_runoff = True
-            self._times_us = self._medians()
-            self._samples = {}
+            self._times_us = self._medians(self._samples)
+            self._samples, self._launches = {}, {}
             self._turns = deque([best, 0] * _RUNOFF_TURNS)
             self._put(self._turns.popleft())
             return
@@ -178,7 +188,7 @@ class Contest(Generic[E]):
     def _settle(self, best: int, inputs: Sequence[torch.Tensor]) -> None:
         self.trying = False
         self.settled += 1
-        latest = zip(self._medians(), self._times_us, strict=True)
+        latest = zip(self._medians(self._samples), self._times_us, strict=True)
         self._times_us = [earlier if median is None else median for median, earlier in latest]
         self._keep()
         self._clear()
@@ -203,15 +213,13 @@ class Contest(Generic[E]):
         self._entrants[place] = self._makers[place](inputs)
         self._making_seconds += time.perf_counter() - started
 
-    def _medians(self) -> list[float | None]:
-        return [
-            statistics.median(self._samples[place]) if place in self._samples else None
-            for place in range(len(self._makers))
-        ]
+    def _medians(self, samples: Mapping[int, Sequence[float]]) -> list[float | None]:
+        return [statistics.median(samples[place]) if place in samples else None for place in range(len(self._makers))]
 
     def _best(self) -> int:
         """The place of the fastest so far."""
-        times = [math.inf if time_us is None else time_us for time_us in self._medians()]
+        both = zip(self._medians(self._samples), self._medians(self._launches), strict=True)
+        times = [math.inf if device is None or launch is None else max(device, launch) for device, launch in both]
         times[0] *= _MARGIN
         return times.index(min(times))
 
@@ -223,12 +231,19 @@ class Contest(Generic[E]):
     def _examine(self, inputs: Sequence[torch.Tensor]) -> None:
         """Tries all again if the winner has become slower than it was."""
         self._replays = 0
-        time_us = statistics.median(self._stopwatch.read())
+        self._launches.clear()
+        times_us = self._stopwatch.read()
+        time_us = statistics.median(times_us)
         expected_us = self._times_us[self._present]
         if expected_us is None:  # the only one, for the first time
             self._times_us[self._present] = time_us
-        if expected_us is None or time_us <= _DRIFT * expected_us:
+        if expected_us is None or min(times_us) <= _DRIFT * expected_us:
+            self._slow_probes = 0
             return
+        self._slow_probes += 1
+        if self._slow_probes < _SLOW_PROBES:
+            return
+        self._slow_probes = 0
         self._probe_every *= 2
         if len(self._makers) == 1:
             self._times_us = [time_us]

@@ -97,8 +97,10 @@ def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[Non
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the largest model, one form in one precision is enough but for the long runs, and GPUs."""
+    """Of the largest model, one form in one precision is enough but for the long runs, and GPUs; of others, one stream."""
     for item in items:
-        of_largest = item.path.name == "test_parity.py" and "cpu-resnet18" in item.name
-        if of_largest and not item.name.endswith("fp32-train_step]"):
+        if item.path.name != "test_parity.py" or "[cpu-" not in item.name:
+            continue
+        of_largest = "cpu-resnet18" in item.name and not item.name.endswith("fp32-train_step]")
+        if of_largest or item.name.endswith("streams]"):
             item.add_marker(pytest.mark.slow)

@@ -60,6 +60,7 @@ def test_the_whole_step_is_replayed(form: str, kind: Kind) -> None:
     assert not status.refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COMPOSED)
 @pytest.mark.parametrize("form", FORMS)
 def test_in_double_precision(form: str, kind: Kind) -> None:
@@ -95,7 +96,10 @@ def test_a_state_that_is_loaded_in_mid_training(form: str, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", COMPOSED)
-@pytest.mark.parametrize("forms", [("eager", "train_step"), ("train_step", "eager"), ("drop_in", "eager")])
+@pytest.mark.parametrize(
+    "forms",
+    [("eager", "train_step"), pytest.param(("train_step", "eager"), marks=pytest.mark.slow), ("drop_in", "eager")],
+)
 def test_a_training_goes_on_elsewhere(forms: tuple[str, str], kind: Kind) -> None:
     """The state of a replayed optimizer is what torch's own would be, in names, types and values."""
     torch.manual_seed(7)

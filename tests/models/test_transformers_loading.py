@@ -41,6 +41,7 @@ def test_only_what_needs_it_imports_it() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_importing_it_leaves_global_state_alone() -> None:
     pytest.importorskip("transformers")
     run("""

@@ -293,7 +293,7 @@ def resnet_step(**options: bool) -> tuple[nn.Module, Tensor, Tensor]:
     return workload.module.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last), y
 
 
-@pytest.mark.parametrize("judge", [always, never])
+@pytest.mark.parametrize("judge", [pytest.param(always, marks=pytest.mark.slow), never])
 def test_resnet18(judge: object) -> None:
     module, x, y = resnet_step()
     step = traced_step(module, nn.functional.cross_entropy, x, y)

@@ -165,6 +165,8 @@ def test_a_single_entrant_is_not_tried_but_watched(monkeypatch: pytest.MonkeyPat
     assert race.contest.settled == 0
     race.made[0].cost_us = 20.0
     race.run(40)
+    assert race.contest.times_us == (10.0,), "it may pass"
+    race.run(30)
     assert race.contest.times_us == (20.0,)
     assert race.contest.settled == 1  # the choice against eager is to be made again
     assert len(race.made) == 1
@@ -290,6 +292,44 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(race.made) == made
     race.run(200)
     assert len(race.made) > made
+
+
+def test_a_slowdown_that_passes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0, 5.0)
+    race.open()
+    race.run(200)
+    winner = race.contest.winner
+    for _ in range(4):
+        race.run(30 - race.contest._replays)
+        winner.cost_us = 20.0
+        race.run(1)
+        winner.cost_us = 5.0
+        race.run(29)  # of the samples of a look, one is as before
+        winner.cost_us = 20.0
+        race.run(30)
+        winner.cost_us = 5.0
+        race.run(30)
+    assert race.contest.winner is winner
+
+
+def test_a_step_takes_at_least_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is faster on the device is no use where the host takes longer to launch it."""
+    race = Race(10.0, 6.0, 8.0)
+    host = Clock()
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: host.us * 1e-6)
+    launches = {"0": 4.0, "1": 9.0, "2": 7.0}
+    run = Runner.__call__
+
+    def launched(runner: Runner, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        host.us += launches[runner.name]
+        return run(runner, inputs)
+
+    monkeypatch.setattr(Runner, "__call__", launched)
+    race.open()
+    race.run(200)
+    assert race.contest.place == 2
+    assert race.contest.times_us == (10.0, 6.0, 8.0), "of the device"
 
 
 def test_after_drift_an_entrant_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
