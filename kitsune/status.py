@@ -51,6 +51,7 @@ class Status:
             `"backward"`, `"update"`.
         executor: what runs the captured graph: `"cuda graph"`, `"in order"` or `"inductor"`; None
             where nothing is captured.
+        fused: whether operators of the captured graph have been fused.
         setup_seconds: wall time spent on tracing, compiling, warming up and capturing so far.
         eager_seconds: the best measured time of an eager step; None where it was not measured.
         replay_seconds: the same of a replayed step.
@@ -69,6 +70,7 @@ class Status:
     reason: str
     covered: tuple[str, ...] = ()
     executor: str | None = None
+    fused: bool = False
     setup_seconds: float = 0.0
     eager_seconds: float | None = None
     replay_seconds: float | None = None
@@ -118,7 +120,7 @@ class Status:
         """What a reader is told: names and texts."""
         rows = [("mode", f"{self.mode} ({self.reason})"), ("covered", ", ".join(self.covered) or "nothing")]
         if self.executor:
-            rows.append(("executor", self.executor))
+            rows.append(("executor", self.executor + (", operators fused" if self.fused else "")))
         if self.gain is not None:
             rows.append(("eager step", f"{_duration(self.eager_seconds)}"))
             rows.append(("replayed step", f"{_duration(self.replay_seconds)}, gain {self.gain:.2f}x"))

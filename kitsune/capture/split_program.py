@@ -8,7 +8,7 @@ values that the backward program reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class SplitProgram:
     """The two programs of a call.
 
     Attributes:
+        joint: both as one graph: takes the flat tensors of the call, then a gradient for each differentiable output;
+            returns the outputs, then the gradients of the inputs at `gradient_places`.
         forward: takes the flat tensors of the call; returns its outputs, then the saved values.
         backward: takes the saved values, then a gradient for each differentiable output; returns
             the gradients of the inputs at `gradient_places`.
@@ -39,10 +41,12 @@ class SplitProgram:
         groups: for each differentiable output, a number that it has in common with those whose backward pass runs
             through the same nodes of autograd's graph; others may have theirs at other times.
         autocast: what autocast computes in during the backward pass; None outside of it.
+        is_rewritten: whether operators have been replaced since it was traced.
         repeatable: whether running the call again has no effect: it draws no random numbers and
             writes to none of its inputs.
     """
 
+    joint: fx.GraphModule
     forward: fx.GraphModule
     backward: fx.GraphModule
     differentiable: tuple[bool, ...]
@@ -53,6 +57,7 @@ class SplitProgram:
     groups: tuple[int, ...]
     autocast: torch.dtype | None
     repeatable: bool
+    is_rewritten: bool = False
 
 
 def trace_split(
@@ -96,6 +101,7 @@ def trace_split(
     repeatable = not dataflow.written_inputs(module.graph)
     repeatable &= not any(map(dataflow.draws_random_numbers, module.graph.nodes))
     return SplitProgram(
+        joint=module,
         forward=parts.forward,
         backward=parts.backward,
         differentiable=differentiable,
@@ -106,6 +112,27 @@ def trace_split(
         groups=tuple(groups),
         autocast=autocast,
         repeatable=repeatable,
+    )
+
+
+def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
+    """`program` from a graph that computes what `program.joint` does.
+
+    Raises:
+        RefusedError: it cannot be split; or part of what the forward pass has to do would be left to the backward pass.
+    """
+    inputs, outputs = dataflow.placeholders(joint.graph), dataflow.outputs(joint.graph)
+    num_tangents, num_grads = len(program.tangents), len(program.gradient_places)
+    parts = _partition(joint, len(inputs) - num_tangents, len(outputs) - num_grads)
+    if dataflow.written_inputs(parts.forward.graph).keys() != dataflow.written_inputs(program.forward.graph).keys():
+        raise RefusedError(Refusal("a buffer would be written by the backward pass"))
+    return replace(
+        program,
+        joint=joint,
+        forward=parts.forward,
+        backward=parts.backward,
+        saved_inputs=parts.saved_inputs,
+        is_rewritten=True,
     )
 
 

@@ -13,7 +13,7 @@ from kitsune.capture.following import unfollowed
 from kitsune.capture.signature import call_signature
 from kitsune.capture.watch import refuse_function_modes, refuse_module
 from kitsune.config import Config
-from kitsune.device import refuse_bfloat16, synchronize
+from kitsune.device import refuse_bfloat16, refuse_fusion, synchronize
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Choice, Chooser, RefusalLog
@@ -220,6 +220,7 @@ class DropInLoop:
             reason=reason,
             covered=covered,
             executor=None if latest is None else latest.executor,
+            fused=latest is not None and latest.is_fused,
             setup_seconds=self._steps.setup_seconds + self._update.setup_seconds,
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
@@ -227,7 +228,7 @@ class DropInLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=False, can_fuse=False, is_loop=True),
+            not_in_effect=self._config.not_in_effect(uses_streams=False, can_fuse=self._can_fuse(), is_loop=True),
         )
 
     def _mode(self) -> tuple[str, str]:
@@ -236,6 +237,9 @@ class DropInLoop:
         if self._refusals:
             return "eager", str(next(iter(self._refusals.values())))
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
+
+    def _can_fuse(self) -> bool:
+        return refuse_fusion(_device(self._optimizer)) is None
 
     def _params(self) -> list[torch.nn.Parameter]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]

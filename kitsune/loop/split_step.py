@@ -15,19 +15,24 @@ from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.split_program import SplitProgram, trace_split, without_tangents
 from kitsune.config import Config
-from kitsune.errors import KitsuneError, Refusal, RefusedError
+from kitsune.device import refuse_fusion
+from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop.call_fusing import fused_call
 from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
+
+# A call that has to be captured again and again is not rewritten again and again.
+_REPLAYS_BEFORE_MORE_TRIALS = 1000
 
 
 class SplitStep(GuardedStep):
@@ -62,6 +67,8 @@ class SplitStep(GuardedStep):
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
+        self._may_fuse = False  # the present graphs, once replay has proved faster than eager
+        self._since_capture = 0  # replays
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
         self._autocast: torch.dtype | None = None  # what autocast computes in during the latest backward pass
 
@@ -76,6 +83,11 @@ class SplitStep(GuardedStep):
         if self._graphs is None:
             return ()
         return ("forward", "loss", "backward") if self._graphs.has_replayed_loss else ("forward", "backward")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether operators of the captured graphs have been fused."""
+        return self._graphs is not None and self._graphs.program.is_rewritten
 
     def watch_backward(self, output: Any) -> None:
         """Learns from the backward pass of an eager call, before a replay meets that.
@@ -193,12 +205,47 @@ class SplitStep(GuardedStep):
             raise RefusedError(
                 Refusal("the model is called again before the backward pass of its last call"), passing=True
             )
+        self._consider_fusing(graph, flat)
         self._flat = flat
+        self._since_capture += 1
         return self._graphs.call(flat)
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
+        self._since_capture = 0
+        self._may_fuse = self._config.fuses() and refuse_fusion(flat[0].device) is None
+        return self._recorded(trace_split(graph, flat, self._autocast), graph, flat)
+
+    def _consider_fusing(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
+        """Has the graphs rewritten, if that has not been tried and is worth it."""
+        if not (self._may_fuse and self.chooser.settled):
+            return
+        if self._budget.captures > 1 and self._since_capture < _REPLAYS_BEFORE_MORE_TRIALS:
+            return
+        assert self._graphs is not None
+        self._may_fuse = False
+        program, started = self._graphs.program, time.perf_counter()
+        try:
+            fused = fused_call(program, flat, self._log.do_without)
+        except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
+            kind = type(error).__name__
+            self._log.do_without(Refusal(f"the call is not fused ({kind}: {first_line(error)})"))
+            fused = None
+        except BaseException:  # an interrupt: it may be tried again
+            self._may_fuse = True
+            raise
+        if fused is not None:
+            self._graphs.release()
+            self._graphs = self._shortcut = None
+            try:
+                self._graphs = self._recorded(fused, graph, flat)
+            except RefusedError as error:
+                self._log.do_without(error.refusal)
+                self._graphs = self._recorded(program, graph, flat)
+            self.chooser.reopen()
+        self.setup_seconds += time.perf_counter() - started
+
+    def _recorded(self, program: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
         self.verified = 0
-        program = trace_split(graph, flat, self._autocast)
         known = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
         forward = Recording(

@@ -150,11 +150,13 @@ class StepLoop:
     def status(self) -> Status:
         latest = self._latest
         mode, reason = ("idle", "no step has run yet") if latest is None else latest.describe()
+        plan = self.plan()
         return Status(
             mode=mode,
             reason=reason,
             covered=("forward", "loss", "backward", "update") if mode == "replay" else (),
             executor=None if latest is None else latest.executor,
+            fused=plan is not None and plan.is_fused,
             setup_seconds=self._steps.setup_seconds,
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
@@ -164,7 +166,7 @@ class StepLoop:
             refusals=self._log.reasons(),
             not_in_effect=self._config.not_in_effect(uses_streams=self._uses_streams, can_fuse=self._can_fuse),
             schedules=() if latest is None else latest.schedules(),
-            plan=self.plan(),
+            plan=plan,
         )
 
     def _verified(

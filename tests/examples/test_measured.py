@@ -7,6 +7,7 @@ import pytest
 from tests.examples.cases import FINETUNE, GAN, GPT, MNIST_ADAM, PACKED, RESNET, TEXT, Case, assert_same, parametrize
 
 
+@pytest.mark.slow
 @parametrize(MNIST_ADAM, RESNET, GPT, GAN, TEXT, PACKED, FINETUNE)
 def test_measuring_changes_no_result(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -97,7 +97,7 @@ def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[Non
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the largest model, one form in one precision is enough but for the long runs, and GPUs; of others, one stream."""
+    """On the CPU, one form in one precision is enough of the largest model, and one stream of the others."""
     for item in items:
         if item.path.name != "test_parity.py" or "[cpu-" not in item.name:
             continue

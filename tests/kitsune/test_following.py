@@ -160,7 +160,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", READS)
 def test_a_loss_is_read(name: str, when: str, device: torch.device, replays: Callable[[], int]) -> None:
     read = READS[name]

@@ -119,7 +119,7 @@ def test_where_it_cannot_be_done_it_is_refused_with_a_reason(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("amp", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "lr"), [("mlp", 0.01), ("lenet", 0.05)])
 def test_whole_models_train_as_they_do_eagerly(
     name: str, lr: float, amp: bool, monkeypatch: pytest.MonkeyPatch

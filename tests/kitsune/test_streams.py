@@ -76,7 +76,7 @@ def test_streams_are_the_default_where_they_can_be_measured() -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("place", "make"), [(0, adam), (1, sgd), (3, adam)], ids=["first", "second", "fourth"])
 def test_whatever_wins_the_step_is_the_same(
     place: int, make: Any, static: bool, favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch

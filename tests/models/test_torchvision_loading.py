@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,6 +33,7 @@ def test_only_what_needs_torchvision_imports_it() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_operators_work_where_they_load_and_say_so_where_not() -> None:
     run("""
         import torch

@@ -137,11 +137,11 @@ class DroppedGradient(Run):
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
-        ("drop_in", WrongRate),
+        pytest.param("drop_in", WrongRate, marks=pytest.mark.slow),
         ("train_step", WrongRate),
         ("drop_in", StaleInput),
-        ("train_step", StaleInput),
-        ("drop_in", DroppedGradient),
+        pytest.param("train_step", StaleInput, marks=pytest.mark.slow),
+        pytest.param("drop_in", DroppedGradient, marks=pytest.mark.slow),
     ],
 )
 def test_the_check_notices(form: str, kind: type[Run]) -> None:

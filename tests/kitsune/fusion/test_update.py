@@ -490,7 +490,7 @@ class InBfloat16(nn.Module):
         return result.float()
 
 
-@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("amp", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "num_fused", "num_others"), [("mlp", 6, 0), ("lenet", 6, 4)])
 def test_models(name: str, num_fused: int, num_others: int, amp: bool) -> None:
     workload = models.build(name)

@@ -1,0 +1,264 @@
+"""Calls whose operators are fused, between a forward and a backward pass of the user's own."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+import models
+from kitsune.capture.split_program import SplitProgram, trace_split
+from kitsune.errors import Refusal, RefusedError
+from kitsune.graph import dataflow
+from kitsune.loop import call_fusing, fusing, planning, split_step
+from kitsune.loop.call_fusing import fused_call
+from tests.kitsune import static_memory
+from tests.kitsune.capture.graphs import flat_graph
+from tests.kitsune.passes.running import OPERATORS
+from tests.kitsune.test_fusion import Judge, always, never
+from tests.kitsune.test_streams import costs_of_a_gpu
+from tests.kitsune.training import Net, Training, batch, compare, sgd
+
+STEPS = 40
+EAGER = 11  # before the first capture, and again after the rewriting
+
+PLACES = ["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
+    for module in ("split_step", "drop_in"):
+        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
+    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+
+
+@pytest.fixture(params=PLACES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "static memory":
+        static_memory.install(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
+def build(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net(batch_norm=True).to(device)
+    return model, sgd(model)
+
+
+def train(device: str = "cpu", **options: Any) -> Training:
+    options = {"mode": "auto", "steps": STEPS, "rtol": 1e-4, "atol": 1e-5, **options}
+    return compare("drop_in", partial(build, device), batches=partial(batch, device=device), **options)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_loop_is_fused(device: str) -> None:
+    status = train(device, replays=STEPS - EAGER).status()
+    assert status.fused
+    assert "operators fused" in str(status)
+    assert status.not_in_effect == ()
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("options", [{"enable_fusion": False}, {"max_memory": "1GB"}, {"mode": "replay"}])
+def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_step, "fused_call", lambda *_: pytest.fail("rewritten"))
+    training = train(replays=STEPS - 6, rtol=0, atol=0, **options)
+    assert not training.status().fused
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_nothing_is_worth_fusing_the_call_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(never))
+    training = train(rtol=0, atol=0, replays=STEPS - 6)
+    assert not training.status().fused
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_what_costs_more_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dear(*args: Any, **options: Any) -> tuple[planning.Planned, ...]:
+        found = others(*args, **options)
+        return tuple(replace(one, plan=replace(one.plan, predicted_us=1e9)) for one in found)
+
+    others = planning.others
+    monkeypatch.setattr(planning, "others", dear)
+    training = train(rtol=0, atol=0, replays=STEPS - 6)
+    assert not training.status().fused
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_call_that_cannot_be_recorded_when_it_is_fused_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = split_step.SplitStep._recorded
+
+    def refuse(step: Any, program: SplitProgram, *args: Any) -> Any:
+        if program.is_rewritten:
+            raise RefusedError(Refusal("there is too little device memory to capture the step"))
+        return recorded(step, program, *args)
+
+    monkeypatch.setattr(split_step.SplitStep, "_recorded", refuse)
+    status = train(rtol=0, atol=0, replays=STEPS - EAGER).status()
+    assert not status.fused
+    assert any("too little device memory" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_whatever_a_compiler_raises_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CompilationError(Exception):
+        pass
+
+    def fail(*_: object) -> None:
+        raise CompilationError("no such instruction")
+
+    monkeypatch.setattr(split_step, "fused_call", fail)
+    status = train(rtol=0, atol=0, replays=STEPS - 6).status()
+    assert any("not fused (CompilationError: no such instruction)" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_an_interrupt_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return fused_call(*args)
+
+    monkeypatch.setattr(split_step, "fused_call", interrupted)
+    training = Training("drop_in", *build(), mode="auto")
+    with pytest.raises(KeyboardInterrupt):
+        training.run(STEPS)
+    training.run(STEPS)
+    assert len(calls) == 2
+    assert training.status().fused
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize(
+    ("name", "lr"), [("mlp", 0.01), ("lenet", 0.05), pytest.param("resnet18", 0.01, marks=pytest.mark.slow)]
+)
+def test_whole_models_train_as_they_do_eagerly(name: str, lr: float, amp: bool, device: str) -> None:
+    workload = models.build(name, seed=0)
+    model = workload.module.to(device)
+    snapshot = copy.deepcopy(model.state_dict())
+    found = []
+    for mode in ("auto", "eager"):
+        model.load_state_dict(snapshot)
+        plain = torch.optim.SGD(model.parameters(), lr=lr)
+        optimizer = kitsune.KitsuneOptimizer(plain, mode=mode, enable_amp=amp)
+        losses = []
+        for index in range(16):
+            x, y = (tensor.to(device) for tensor in workload.batch(4, index=index))
+            optimizer.zero_grad()
+            loss = workload.loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        found.append(torch.stack(losses))
+        assert optimizer.status().fused == (mode == "auto")
+    tolerance = 0.05 if amp else 1e-3
+    torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
+
+
+class Several(nn.Module):
+    """Buffers are written, and the tanh is an output that no gradient comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.norm(self.first(x)).relu()
+        self.count.add_(1)
+        return self.last(hidden), hidden.detach().tanh()
+
+
+def program_of(model: nn.Module, *args: Tensor) -> tuple[SplitProgram, list[Tensor]]:
+    """The programs of a call."""
+    graph, flat = flat_graph(model, *args)
+    return trace_split(graph, flat), flat
+
+
+def test_no_part_of_the_forward_pass_is_left_to_the_backward_pass() -> None:
+    program, flat = program_of(Several(), batch(0)[0][0])
+    fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
+    assert fused is not None
+    assert fused.is_rewritten
+    targets = [node.target for part in (fused.forward, fused.backward) for node in part.graph.nodes]
+    assert call_fusing._after not in targets
+    for one, other in ((program.forward, fused.forward), (program.backward, fused.backward)):
+        assert len(one.graph.nodes) > len(other.graph.nodes)
+    written = [dataflow.written_inputs(one.forward.graph).keys() for one in (program, fused)]
+    assert written[0] == written[1] != set()
+    assert not dataflow.written_inputs(fused.backward.graph)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_gradient_that_an_operator_would_write_to_is_copied(relu: bool) -> None:
+    """What autograd passes in may be somebody else's."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return y.relu() if relu else y
+
+    program, _ = program_of(Last(), batch(0)[0][0])
+    joint = call_fusing._ordered(program)
+    assert joint is not None
+    back = call_fusing._unordered(joint)
+    names = [node.name for node in back.graph.nodes]
+    assert names == [node.name for node in program.joint.graph.nodes]
+    joint = call_fusing._ordered(program)
+    assert joint is not None
+    (after,) = (node for node in joint.graph.nodes if node.target is call_fusing._after)
+    with joint.graph.inserting_after(after):
+        zeroed = joint.graph.call_function(torch.ops.aten.zero_.default, (after,))
+        zeroed.meta["val"] = after.meta["val"]
+    kept = call_fusing._unordered(joint)
+    assert any(node.target is torch.ops.aten.clone.default for node in kept.graph.nodes)
+
+
+def test_several_gradients_are_left_apart() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.left(x).relu(), self.right(x).relu()
+
+    program, flat = program_of(Two(), batch(0)[0][0])
+    assert fused_call(program, flat, lambda refusal: pytest.fail(str(refusal))) is None
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_backward_pass_in_mid_air_is_not_disturbed(device: str) -> None:
+    """The graphs are exchanged at a call; an earlier one may have its backward pass yet to come."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        first = functional.cross_entropy(training.model(x), y)
+        second = functional.cross_entropy(training.model(x * 2), y)
+        second.backward()
+        first.backward()
+        training.optimizer.step()
+        return torch.stack([first, second]).detach()
+
+    train(device, loop=loop, replays=0)
