@@ -234,13 +234,15 @@ def dynamo_facts() -> list[Fact]:
 def _strict_capture() -> Iterator[None]:
     """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead.
 
-    What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host.
+    What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
+    `DistributedDataParallel` calls is one graph, not one for each of its buckets.
     """
     switches = config.patch(
         skip_nnmodule_hook_guards=False,
         trace_numpy=False,
         specialize_float=True,
         record_runtime_overhead=False,
+        optimize_ddp=False,
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     with switches, generators:

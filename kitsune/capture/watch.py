@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
 
 from kitsune.capture.frontend import dynamo_facts, is_compiled, refuse_dynamo
@@ -112,6 +113,18 @@ def _global_of(module: torch.nn.Module, own: set[int]) -> str | None:
     return next((name for name in forward.__code__.co_names if name in places and id(places[name]) in own), None)
 
 
+def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
+    """None if `wrapper` reduces gradients as they arrive at the parameters, however they have been computed."""
+    place = "the DistributedDataParallel"
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        name = "static_graph" if wrapper.static_graph else "find_unused_parameters"
+        problem = f"{place} has {name}: it looks at autograd's graph, of which a replay is one node"
+        return Refusal(problem, remedy=f"{name}=False")
+    if wrapper.mixed_precision is not None or wrapper._use_python_reducer:
+        return Refusal(f"{place} casts parameters or has hooks on them, which a replay would not run")
+    return None
+
+
 class Interceptor:
     """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
     Kitsune's own."""
@@ -122,8 +135,10 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
     own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the model"
-        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
-            return Refusal(f"{place} is a DistributedDataParallel, whose reducer would not run in a replay")
+        if isinstance(part, DistributedDataParallel):
+            return Refusal(
+                f"{place} is a DistributedDataParallel, whose reducer would not run in a replay of a whole step"
+            )
         if isinstance(part, torch.nn.DataParallel):
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
         if isinstance(part._compiled_call_impl, Interceptor):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from kitsune.capture.following import unfollowed
 from kitsune.capture.signature import call_signature
-from kitsune.capture.watch import refuse_function_modes, refuse_module
+from kitsune.capture.watch import refuse_function_modes, refuse_module, refuse_reducer
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, refuse_fusion, synchronize
 from kitsune.errors import Refusal, RefusedError
@@ -45,6 +47,7 @@ class DropInLoop:
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, Call] = {}
         self._refusals: dict[int, Refusal] = {}
+        self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
         self._give_back: list[Callable[[], None]] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
         self._iteration: dict[int, tuple[SplitStep, Choice, int]] = {}
@@ -56,7 +59,7 @@ class DropInLoop:
 
     def found(self, module: torch.nn.Module) -> None:
         """Takes over the calls of `module`, which the loop calls and which owns trained parameters."""
-        if id(module) in self._modules:
+        if id(module) in self._modules or id(module) in self._refusals:
             return
         refusal = refuse_module(module)
         if refusal is not None:
@@ -69,6 +72,15 @@ class DropInLoop:
         self._give_back.append(take_over(module, self))
         if amp is not None:
             _run_this_call_under_amp(module, device.type, amp)
+
+    def wraps(self, wrapper: DistributedDataParallel) -> None:
+        """Lets `wrapper` reduce the gradients of the module that it is about to call."""
+        refusal = refuse_reducer(wrapper)
+        if refusal is None:
+            self._reduced.add(id(wrapper.module))
+        else:
+            self._log.add(refusal)
+            self._refusals[id(wrapper.module)] = refusal
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
@@ -256,8 +268,11 @@ class DropInLoop:
     def _make(self, module: torch.nn.Module, eager: Call) -> SplitStep:
         # Nothing here may refer to the loop: it must die with its optimizer.
         chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer))
+        config = self._config
+        if id(module) in self._reduced:  # from the loss on, gradients would not go through the nodes that reduce them
+            config = dataclasses.replace(config, defer_loss=False)
         return SplitStep(
-            module, eager, self._gradients, config=self._config, streams=self._streams, chooser=chooser, log=self._log
+            module, eager, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from kitsune.capture.watch import Interceptor, own_global_hooks
@@ -28,12 +29,18 @@ class CallTaker(Protocol):
     def found(self, module: torch.nn.Module) -> None:
         """`module` is being called for the first time; this call runs as it is."""
 
+    def wraps(self, wrapper: DistributedDataParallel) -> None:
+        """`wrapper` is being called for the first time, and calls its module next."""
+
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `module`."""
 
 
 class ModuleFinder:
-    """Tells `taker` of the outermost modules that own any of `params`, each at its first call."""
+    """Tells `taker` of the outermost modules that own any of `params`, each at its first call.
+
+    Of a `DistributedDataParallel` that is its module: the wrapper reduces the gradients that arrive at the parameters.
+    """
 
     def __init__(self, params: Iterable[torch.nn.Parameter], taker: CallTaker) -> None:
         self._missing = set(map(id, params))
@@ -62,6 +69,9 @@ class ModuleFinder:
         if taker is None or not self._missing:
             return
         self._examined.add(module)
+        if isinstance(module, DistributedDataParallel):
+            taker.wraps(module)
+            return
         owned = self._missing & set(map(id, module.parameters()))
         if not owned:
             return

@@ -1,0 +1,83 @@
+"""Loops of several processes around a `DistributedDataParallel` train as without Kitsune, and end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kitsune
+from tests.kitsune.distributed.worker import SCENARIOS, STEPS
+
+ROOT = Path(__file__).resolve().parents[3]
+SIZE = 2
+SECONDS = 240
+
+REFUSED = {"unused parameters are looked for": "find_unused_parameters", "a static graph": "static_graph"}
+
+Found = tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+    """What each process has found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.kitsune.distributed.worker"]
+    workers = [
+        subprocess.Popen(
+            [*command, str(rank), str(SIZE), str(folder)], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        for worker in workers:
+            _, errors = worker.communicate(timeout=SECONDS)
+            assert worker.returncode == 0, errors.decode()
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_it_trains_as_plain_pytorch_does(name: str, ranks: list[dict[str, Found]]) -> None:
+    on_gpus = torch.cuda.device_count() >= SIZE
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if on_gpus else {"rtol": 0.0, "atol": 0.0}
+    for rank in ranks:
+        wanted, found, _ = rank[name]
+        assert len(wanted) > STEPS
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in REFUSED])
+def test_it_is_replayed(name: str, ranks: list[dict[str, Found]]) -> None:
+    """Also on one rank alone: it makes no difference to the others."""
+    replays = [rank[name][2]["replays"] for rank in ranks]
+    alone = {"out of memory on one rank": 1, "slower on one rank": 0}.get(name)
+    assert all(count >= (STEPS - 8 if place != alone else 0) for place, count in enumerate(replays)), replays
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dict[str, Found]]) -> None:
+    for rank in ranks:
+        status = rank[name][2]
+        assert status["replays"] == 0
+        assert reason in status["reason"]
+
+
+def test_a_whole_step_is_left_to_pytorch(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+        step = kitsune.TrainStep(model, torch.nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            step(torch.randn(6, 4), torch.randint(3, (6,)))
+        assert step.status().mode == "eager"
+        assert "DistributedDataParallel" in step.status().reason
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,262 @@
+"""One of several processes that train a model together: `python -m tests.kitsune.distributed.worker RANK SIZE FOLDER`.
+
+It runs every scenario twice, by plain PyTorch and with Kitsune, from equal seeds, and saves what both leave behind as
+`FOLDER/RANK.pt`: for each scenario the two lists of tensors, and the status as a dictionary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import kitsune
+from kitsune.errors import Refusal, RefusedError
+from kitsune.loop.split_step import SplitStep
+from tests.kitsune import static_memory
+from tests.kitsune.training import Net, batch
+
+STEPS = 12
+SECONDS = 60  # that a collective may wait for the others
+
+SCENARIOS: dict[str, Callable[[Run], None]] = {}
+
+
+class Run:
+    """A training in one of the forms, on one of the ranks."""
+
+    def __init__(self, scenario: str, rank: int, device: torch.device, *, accelerated: bool) -> None:
+        self.scenario, self.rank, self.device, self.accelerated = scenario, rank, device, accelerated
+        self.seen: list[Tensor] = []
+        self.model: nn.Module = nn.Module()
+        self.optimizer: Any = None
+
+    def build(self, net: Callable[[], nn.Module] = Net, *, wrap: bool = True, **options: Any) -> None:
+        torch.manual_seed(2)
+        inner = net().to(self.device)
+        wrapped = DistributedDataParallel(inner, **options) if wrap else inner
+        self.model = wrapped
+        plain = torch.optim.Adam(self.model.parameters(), lr=0.05, fused=True)
+        self.optimizer = kitsune.KitsuneOptimizer(plain, **self.options()) if self.accelerated else plain
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"mode": "replay"}
+        if self.scenario == "deferred losses":
+            options["defer_loss"] = True
+        if self.scenario == "verified":
+            options["verify"] = 2
+        return options
+
+    def batch(self, index: int, size: int = 6) -> tuple[Tensor, Tensor]:
+        """Each rank has its own."""
+        (x, y), _ = batch(10 * index + self.rank, size=size)
+        return x.to(self.device), y.to(self.device)
+
+    def loss(self, index: int, size: int = 6) -> Tensor:
+        x, y = self.batch(index, size)
+        return functional.cross_entropy(self.model(x), y)
+
+    def step(self, index: int, size: int = 6) -> None:
+        self.optimizer.zero_grad()
+        loss = self.loss(index, size)
+        loss.backward()
+        self.note(loss)
+        self.optimizer.step()
+
+    def note(self, *tensors: Tensor) -> None:
+        """Remembers tensors, and all gradients."""
+        self.seen += [tensor.detach().clone() for tensor in tensors]
+        self.seen += [param.grad.clone() for param in self.model.parameters() if param.grad is not None]
+
+    def end(self) -> None:
+        self.seen += [tensor.detach().clone() for tensor in self.model.state_dict().values()]
+
+
+def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
+    SCENARIOS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@scenario
+def plainly(run: Run) -> None:
+    run.build()
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def deferred_losses(run: Run) -> None:
+    plainly(run)
+
+
+@scenario
+def verified(run: Run) -> None:
+    plainly(run)
+
+
+@scenario
+def gradients_in_buckets(run: Run) -> None:
+    run.build(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def batch_norm_with_buffers_of_the_first_rank(run: Run) -> None:
+    run.build(lambda: Net(batch_norm=True))
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def accumulation_without_reduction(run: Run) -> None:
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        for part in range(3):
+            with run.model.no_sync() if part < 2 else nullcontext():
+                loss = run.loss(3 * index + part)
+                (loss / 3).backward()
+                run.note(loss)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+
+@scenario
+def validation_between(run: Run) -> None:
+    run.build(lambda: Net(batch_norm=True))
+    for index in range(STEPS):
+        run.step(index)
+        if index % 4 == 3:
+            run.model.eval()
+            with torch.no_grad():
+                run.note(run.loss(100 + index))
+            run.model.train()
+
+
+@scenario
+def another_shape_on_one_rank(run: Run) -> None:
+    run.build()
+    for index in range(STEPS):
+        run.step(index, size=4 if run.rank == 1 and index in (5, 6, 9) else 6)
+
+
+@scenario
+def a_hook_on_one_rank(run: Run) -> None:
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    for index in range(STEPS):
+        if run.rank == 0 and index == 5:
+            handle = run.model.module.register_forward_hook(lambda module, args, output: output * 2)
+        if run.rank == 0 and index == 9:
+            handle.remove()
+        run.step(index)
+
+
+@scenario
+def out_of_memory_on_one_rank(run: Run) -> None:
+    def record(*_: object) -> None:
+        raise RefusedError(Refusal("there is too little device memory to capture the step"))
+
+    run.build()
+    with pytest.MonkeyPatch.context() as patch:
+        if run.rank == 1:
+            patch.setattr(SplitStep, "_record", record)
+        for index in range(STEPS):
+            run.step(index)
+
+
+@scenario
+def slower_on_one_rank(run: Run) -> None:
+    """There the loop runs eagerly from the sixth step on."""
+    run.build()
+    for index in range(STEPS):
+        if run.accelerated and run.rank == 0 and index == 6:
+            run.optimizer._loop._latest.chooser.refuse(Refusal("replay was measured no faster than eager"))
+        run.step(index)
+
+
+@scenario
+def an_error_on_all_ranks(run: Run) -> None:
+    run.build()
+    for index in range(STEPS):
+        if index == 6:
+            with pytest.raises(RuntimeError):
+                run.model(torch.zeros(2, 3, device=run.device))
+        run.step(index)
+
+
+@scenario
+def uneven_inputs(run: Run) -> None:
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    with run.model.join():
+        for index in range(STEPS - 2 * run.rank):
+            run.step(index)
+
+
+@scenario
+def unused_parameters_are_looked_for(run: Run) -> None:
+    run.build(find_unused_parameters=True)
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def a_static_graph(run: Run) -> None:
+    run.build(static_graph=True)
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def static_memory_on_the_cpu(run: Run) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if run.device.type == "cpu":
+            static_memory.install(patch)
+        run.build(gradient_as_bucket_view=True)
+        for index in range(STEPS):
+            run.step(index)
+        if run.accelerated:
+            run.optimizer._loop.close()
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    on_gpus = torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        init_method=f"file://{folder / 'meeting'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    found: dict[str, Any] = {}
+    for name, function in SCENARIOS.items():
+        pair = []
+        for accelerated in (False, True):
+            run = Run(name, rank, device, accelerated=accelerated)
+            function(run)
+            run.end()
+            pair.append([tensor.cpu() for tensor in run.seen])
+        found[name] = (*pair, run.optimizer.status().as_dict())
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
