@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from models import Data
 from models.datasets import DatasetError
@@ -30,11 +30,22 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def batches(
-    synthetic: Data, dataset: Callable[..., Any], parser: argparse.ArgumentParser, options: argparse.Namespace
+    synthetic: Data,
+    dataset: Callable[..., Any],
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> tuple[Batches, Batches]:
-    """Those to train on and those to test with. Ends the program where the data set cannot be had."""
+    """Those to train on and those to test with. Ends the program where the data set cannot be had.
+
+    Args:
+        rank, ranks: which of so many processes this is; each trains on batches of its own, and tests with all.
+    """
     try:
-        return Batches(synthetic, dataset, options, train=True), Batches(synthetic, dataset, options, train=False)
+        training = Batches(synthetic, dataset, options, train=True, rank=rank, ranks=ranks)
+        return training, Batches(synthetic, dataset, options, train=False)
     except DatasetError as error:
         parser.error(f"{error}. Give --download to fetch it, --data if it lies elsewhere, or --synthetic.")
 
@@ -47,18 +58,39 @@ class Batches:
         dataset: loads the real ones: called with the folder, and `train` and `download`.
         options: as parsed with `add_options` and `add_data_options`.
         train: batches to train on; else those to test with.
+        rank, ranks: see `batches`.
     """
 
     def __init__(
-        self, synthetic: Data, dataset: Callable[..., Any], options: argparse.Namespace, *, train: bool
+        self,
+        synthetic: Data,
+        dataset: Callable[..., Any],
+        options: argparse.Namespace,
+        *,
+        train: bool,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._synthetic, self._options, self._train = synthetic, options, train
+        self._rank, self._ranks = rank, ranks
         self._loader: DataLoader[Any] | None = None
         if not options.synthetic:
             images = dataset(options.data, train=train, download=options.download)
+            share = DistributedSampler(images, ranks, rank, drop_last=train) if ranks > 1 else None
             self._loader = DataLoader(
-                images, options.batch_size, shuffle=train, drop_last=train, num_workers=2, persistent_workers=True
+                images,
+                options.batch_size,
+                shuffle=train and share is None,
+                sampler=share,
+                drop_last=train,
+                num_workers=2,
+                persistent_workers=True,
             )
+
+    def shuffle(self, epoch: int) -> None:
+        """Has the processes share out the images anew; to be called before each epoch where there are several."""
+        if self._loader is not None and isinstance(self._loader.sampler, DistributedSampler):
+            self._loader.sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
         length = _SYNTHETIC_BATCHES[self._train] if self._loader is None else len(self._loader)
@@ -72,4 +104,4 @@ class Batches:
     def _draw(self) -> Iterator[Batch]:
         first = 0 if self._train else _HELD_OUT
         for index in range(len(self)):
-            yield self._synthetic.batch(self._options.batch_size, index=first + index)
+            yield self._synthetic.batch(self._options.batch_size, index=first + index * self._ranks + self._rank)

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from examples import chargpt, cifar10, cifar10_loop, finetune, gan, mnist, text
+from examples import chargpt, cifar10, cifar10_loop, data_parallel, finetune, gan, mnist, text
 from examples.run import Run
 
 
@@ -56,6 +56,9 @@ BFLOAT16 = Case(
 )
 FLOAT16 = Case(
     "float16", cifar10_loop.main, f"{_RESNET} --epochs 1 --limit 5 --precision float16", "", 2e-3, accuracy=0.05
+)
+DATA_PARALLEL = Case(
+    "data_parallel", data_parallel.main, "--synthetic --limit 20 --batch-size 8 --epochs 2 --accumulate 2 --lr 3e-3"
 )
 WHOLE_STEP = Case(
     "cifar10", cifar10.main, "--synthetic --epochs 1 --limit 3 --batch-size 2 --lr 0.02", "", 1e-3, accuracy=0.2

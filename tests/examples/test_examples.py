@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from examples import chargpt, cifar10, cifar10_loop, finetune, gan, mnist, text
+from examples import chargpt, cifar10, cifar10_loop, data_parallel, finetune, gan, mnist, text
 
-EXAMPLES = (chargpt, cifar10, cifar10_loop, finetune, gan, mnist, text)
+EXAMPLES = (chargpt, cifar10, cifar10_loop, data_parallel, finetune, gan, mnist, text)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -7,6 +7,7 @@ import pytest
 from tests.examples.cases import (
     ANY_LENGTH,
     BFLOAT16,
+    DATA_PARALLEL,
     FINETUNE,
     FLOAT16,
     GAN,
@@ -24,7 +25,7 @@ from tests.examples.cases import (
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`")  # the scaler skips the first update
-@parametrize(MNIST, RESNET, BFLOAT16, FLOAT16, WHOLE_STEP, GPT, GAN, TEXT, ANY_LENGTH, PACKED, FINETUNE)
+@parametrize(MNIST, RESNET, BFLOAT16, FLOAT16, WHOLE_STEP, DATA_PARALLEL, GPT, GAN, TEXT, ANY_LENGTH, PACKED, FINETUNE)
 def test_replays_train_as_plain_pytorch_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.learns:
         learned = plain(case).series(case.learns)
