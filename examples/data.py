@@ -76,7 +76,9 @@ class Batches:
         self._loader: DataLoader[Any] | None = None
         if not options.synthetic:
             images = dataset(options.data, train=train, download=options.download)
-            share = DistributedSampler(images, ranks, rank, drop_last=train) if ranks > 1 else None
+            share: DistributedSampler[Any] | None = (
+                DistributedSampler(images, ranks, rank, drop_last=train) if ranks > 1 else None
+            )
             self._loader = DataLoader(
                 images,
                 options.batch_size,

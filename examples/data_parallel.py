@@ -27,7 +27,8 @@ from models.synthetic import SyntheticImages
 def process_group(device: str | None) -> Iterator[tuple[int, int, str | None]]:
     """Meets the other processes; gives this one's rank, their number, and the device to train on."""
     if not dist.is_torchelastic_launched():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     elif device != "cpu" and torch.cuda.is_available():
         local = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local)
