@@ -112,9 +112,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         if not (set_to_none and usual):
             self._wrapped.zero_grad(set_to_none)
             return
-        for (
-            group
-        ) in self._wrapped.param_groups:  # torch tells a profiler of it first, which takes several times as long
+        # torch tells a profiler of it first, which takes several times as long.
+        for group in self._wrapped.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     param.grad = None

@@ -57,6 +57,12 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
     return None
 
 
+def refuse_closure(optimizer: torch.optim.Optimizer) -> Refusal | None:
+    """None if `optimizer.step(closure)` calls the closure once, and then does what `step()` does."""
+    rule = rule_for(optimizer)
+    return rule if isinstance(rule, Refusal) else refuse_hooks(optimizer)
+
+
 def hook_facts(optimizer: torch.optim.Optimizer) -> list[Fact]:
     """What must stay for `refuse_hooks` to answer as it does."""
     own, kind = attribute(optimizer, "__dict__"), attribute(optimizer, "__class__")

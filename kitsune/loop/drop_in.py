@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from kitsune.capture.following import unfollowed
 from kitsune.capture.signature import call_signature
+from kitsune.capture.state import refuse_closure
 from kitsune.capture.watch import refuse_function_modes, refuse_module, refuse_reducer
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, refuse_fusion, synchronize
@@ -143,8 +144,16 @@ class DropInLoop:
         self._finish_iteration()
 
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """`optimizer.step(closure)`, and the end of the iteration. The update is eager: it calls the closure itself."""
-        self._log.add(RefusedError(Refusal("step(closure) runs the update eagerly"), passing=True))
+        """`optimizer.step(closure)`, and the end of the iteration."""
+        refusal = refuse_closure(self._optimizer)
+        if refusal is None and not self._is_paused:
+            with torch.enable_grad():
+                result = closure()
+            self.step()
+            return result
+        if refusal is not None:
+            reason = f"step(closure) runs the update eagerly: {refusal.reason}"
+            self._log.add(RefusedError(Refusal(reason), passing=True))
         self._latest_updated = False
         result = self._optimizer.step(closure)
         self._finish_iteration()

@@ -435,8 +435,55 @@ def test_a_step_with_a_closure() -> None:
         assert isinstance(loss, Tensor)
         return loss.detach()
 
-    training = compare("drop_in", loop=loop, steps=8, replays=0)
-    assert any("closure" in refusal for refusal in training.status().refusals)
+    training = compare("drop_in", loop=loop, steps=8)
+    assert training.status().covered == ("forward", "backward", "update")
+
+
+def test_a_closure_between_step_hooks() -> None:
+    """What is before it comes before the closure, so that the optimizer calls it itself."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        order = training.memo.setdefault("order", [])
+        if not order:
+            training.plain.register_step_pre_hook(lambda *_: order.append("before"))
+            training.plain.register_step_post_hook(lambda *_: order.append("after"))
+
+        def closure() -> Tensor:
+            order.append("closure")
+            training.optimizer.zero_grad()
+            loss = forward_loss(training, x, y)
+            loss.backward()
+            return loss
+
+        loss = training.optimizer.step(closure)
+        assert order[-3:] == ["before", "closure", "after"]
+        assert isinstance(loss, Tensor)
+        return loss.detach()
+
+    training = compare("drop_in", loop=loop)
+    assert any("step(closure)" in refusal for refusal in training.status().refusals)
+
+
+def test_a_closure_that_raises() -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.memo["count"] = training.memo.get("count", 0) + 1
+
+        def closure() -> Tensor:
+            training.optimizer.zero_grad()
+            loss = forward_loss(training, x, y)
+            loss.backward()
+            if training.memo["count"] == 5:
+                raise ZeroDivisionError
+            return loss
+
+        try:
+            loss = training.optimizer.step(closure)
+        except ZeroDivisionError:
+            return torch.zeros(())
+        assert isinstance(loss, Tensor)
+        return loss.detach()
+
+    compare("drop_in", loop=loop, steps=8)
 
 
 def test_lbfgs() -> None:
