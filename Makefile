@@ -78,5 +78,5 @@ interpreter:
 	@echo "Setting up .venv with $$($(PYTHON) --version): once, several minutes where torch must be downloaded."
 	.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,nlp]'
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,nlp,integrations]'
 	@touch $@

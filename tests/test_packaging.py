@@ -55,7 +55,7 @@ def test_the_wheel_says_what_it_needs(metadata: email.message.Message) -> None:
     assert metadata["Version"] == kitsune.__version__
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     assert metadata["License-Expression"] == "MIT"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "nlp", "dev", "all"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"triton", "nlp", "dev", "integrations", "all"}
     unconditional = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert unconditional == ["torch<2.14,>=2.11"]
 
