@@ -29,6 +29,7 @@ def skip_without(package: str, example: str) -> None:
             pytest.skip(f"{name} is not installed")
 
 
+@pytest.mark.support("Libraries", "Lightning (automatic and manual), Accelerate, transformers.Trainer", "replayed")
 @pytest.mark.parametrize(
     ("example", "package", "options"),
     [pytest.param(*case[:3], marks=case[3], id=" ".join(case[::2][:2])) for case in CASES],

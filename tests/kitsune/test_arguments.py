@@ -57,6 +57,7 @@ def shaped(shape: Callable[[Tensor, int], Any], **keywords: Callable[[int], Any]
     return batches
 
 
+@pytest.mark.support("Shapes and modes", "arguments in tuples, dictionaries and objects", "replayed")
 @pytest.mark.parametrize(
     "shape",
     [

@@ -102,6 +102,7 @@ def same(device: str, model: Callable[[], nn.Module], loop: Callable[..., Tensor
     )
 
 
+@pytest.mark.support("Gradients", "backward passes of a call in parts", "replayed")
 @pytest.mark.parametrize("backward", PARTS)
 def test_outputs_that_have_nothing_in_common(backward: Callable[[Losses], None], device: str) -> None:
     same(device, Apart, lambda training, x, y: trained(training, backward, x, y))
@@ -170,6 +171,7 @@ def small(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
+@pytest.mark.support("Precision", "backward() inside of autocast", "replayed")
 @pytest.mark.parametrize("outside", [True, False], ids=["forward outside", "forward inside"])
 def test_backward_inside_of_autocast(outside: bool, device: str) -> None:
     """It rounds what is not rounded outside."""

@@ -35,11 +35,13 @@ def norm_and_dropout() -> tuple[nn.Module, torch.optim.Optimizer]:
 # Inputs and modes
 
 
+@pytest.mark.support("Shapes and modes", "a smaller last batch", "replayed")
 def test_a_smaller_last_batch(form: str) -> None:
     training = compare(form, steps=12, batches=lambda index: batch(index, size=4 if index % 4 == 3 else 6), replays=8)
     assert training.status().graphs == 2
 
 
+@pytest.mark.support("Shapes and modes", "inputs of other data types", "replayed")
 def test_inputs_of_other_dtypes(form: str) -> None:
     class Casting(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -64,6 +66,7 @@ def test_inputs_with_other_strides(form: str) -> None:
     compare(form, steps=10, batches=batches, replays=6)
 
 
+@pytest.mark.support("Shapes and modes", "train() and eval()", "replayed")
 @pytest.mark.usefixtures("short_way")
 def test_training_and_evaluation_mode(form: str) -> None:
     def edit(training: Training, index: int) -> None:
@@ -77,6 +80,7 @@ def test_one_layer_goes_to_evaluation_mode(form: str) -> None:
     compare(form, norm_and_dropout, steps=8, edit=at(4, lambda training: training.model.norm.eval()), replays=5)
 
 
+@pytest.mark.support("Shapes and modes", "validation between steps", "replayed")
 def test_evaluation_between_steps(form: str) -> None:
     def evaluate(training: Training, index: int) -> None:
         training.model.eval()
@@ -119,6 +123,7 @@ def set_option(name: str, value: Any) -> Callable[[Training], None]:
     return change
 
 
+@pytest.mark.support("Hyperparameters", "learning rate, betas, eps, weight decay changed in mid-training", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -135,6 +140,7 @@ def test_a_hyperparameter_of_adam(form: str, name: str, value: object) -> None:
     compare(form, steps=8, edit=at(4, set_option(name, value)), replays=4, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.support("Hyperparameters", "learning rate, momentum, weight decay changed in mid-training", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -164,6 +170,7 @@ def test_a_hyperparameter_that_changes_at_every_step(form: str) -> None:
     compare(form, steps=10, edit=edit, replays=6, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.support("Hyperparameters", "a learning rate that is a tensor", "replayed")
 @pytest.mark.usefixtures("short_way")
 def test_a_learning_rate_that_is_a_tensor(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -176,6 +183,7 @@ def test_a_learning_rate_that_is_a_tensor(form: str) -> None:
     compare(form, build, steps=6, edit=edit)
 
 
+@pytest.mark.support("Hyperparameters", "groups with values of their own", "replayed")
 @pytest.mark.usefixtures("short_way")
 def test_groups_with_learning_rates_of_their_own(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -190,6 +198,7 @@ def test_groups_with_learning_rates_of_their_own(form: str) -> None:
     compare(form, build, edit=edit)
 
 
+@pytest.mark.support("Optimizers", "add_param_group in mid-training", "replayed")
 @pytest.mark.usefixtures("short_way")
 def test_a_parameter_group_is_added(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -318,6 +327,7 @@ def state_cleared(training: Training) -> None:
     training.optimizer.state.clear()
 
 
+@pytest.mark.support("Models", "parameters and state edited in place, also through .data", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     "change",
@@ -358,6 +368,7 @@ def dropout_probability(training: Training) -> None:
     training.model.drop.p = 0.1
 
 
+@pytest.mark.support("Models", "buffers edited, layers replaced", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     "change", [buffer_in_place, buffer_replaced, statistics_reset, momentum_of_norm, dropout_probability]
@@ -369,6 +380,7 @@ def test_an_edit_of_buffers_and_layers(form: str, change: Callable[[Training], N
 # Which parameters are trained
 
 
+@pytest.mark.support("Gradients", "parameters frozen and unfrozen in mid-training", "replayed")
 @pytest.mark.usefixtures("short_way")
 def test_parameters_are_frozen_and_unfrozen(form: str) -> None:
     def edit(training: Training, index: int) -> None:
@@ -414,6 +426,7 @@ def branch_batch(*used: int) -> Callable[[int], Batch]:
     return batches
 
 
+@pytest.mark.support("Gradients", "parameters without a gradient", "replayed")
 def test_unused_parameters_keep_still(form: str) -> None:
     training = compare(form, branches_and_adam, batches=branch_batch(0))
     assert not training.plain.state.get(training.model.heads[1].weight)
@@ -440,6 +453,7 @@ def test_parameters_that_are_used_no_more(form: str) -> None:
     compare(form, branches_and_adam, steps=10, batches=batches, replays=5)
 
 
+@pytest.mark.support("Gradients", "tied weights", "replayed")
 def test_tied_parameters(form: str) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -554,6 +568,7 @@ def test_deterministic_algorithms_are_asked_for(form: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.support("Random numbers", "dropout draws another mask at each step", "replayed")
 @pytest.mark.usefixtures("short_way")
 def test_dropout_draws_another_mask_at_each_step(form: str) -> None:
     """The comparison with eager shows the masks; here, that equal inputs meet different ones."""
@@ -575,6 +590,7 @@ def test_dropout_draws_another_mask_at_each_step(form: str) -> None:
     compare(form, build, steps=8, edit=keep, batches=lambda index: batch(0))
 
 
+@pytest.mark.support("Random numbers", "capturing draws none", "replayed")
 def test_capturing_draws_no_random_numbers(form: str) -> None:
     def batches(index: int) -> Batch:
         return batch(index, size=3 + index // 3)

@@ -85,6 +85,7 @@ def test_auto_keeps_the_faster_replay(clock: Clock) -> None:
     assert chooser.describe() == ("replay", "replay was measured faster than eager")
 
 
+@pytest.mark.support("Speed", "replay that is no faster than eager is not used", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("replay", [2.0, 2.5])
 def test_auto_keeps_eager_where_replay_is_no_faster(clock: Clock, replay: float) -> None:
     chooser = Chooser("auto", clock.synchronize)

@@ -116,6 +116,7 @@ def test_training(form: str, make: Callable[[nn.Module], torch.optim.Optimizer],
     assert training.status().refusals == ()
 
 
+@pytest.mark.support("Random numbers", "dropout draws another mask at each step", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_masks_differ_from_replay_to_replay(form: str) -> None:
     training = Training(form, *building(lambda: Net(dropout=0.5), lambda model: adam(model, lr=0.0))())
@@ -433,6 +434,7 @@ def test_too_little_memory_to_capture_is_enough_to_train(form: str, little_memor
     assert status.graphs == 0
 
 
+@pytest.mark.support("Failure", "out of memory while capturing", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("form", FORMS)
 def test_running_out_of_memory_while_capturing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: Any, **_options: Any) -> None:

@@ -59,6 +59,7 @@ def test_a_hook_comes_and_goes(form: str, kind: str) -> None:
     compare(form, steps=11, edit=edit, replays=4)
 
 
+@pytest.mark.support("Models", "forward hooks", "replayed")
 @pytest.mark.parametrize("kind", ["module backward", "module backward pre", "parameter", "global forward"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hook_is_called_at_every_step(form: str, kind: str) -> None:
@@ -87,6 +88,7 @@ def test_a_hook_that_was_there_from_the_start(form: str) -> None:
     compare(form, edit=edit)
 
 
+@pytest.mark.support("Models", "backward hooks", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("kind", ["module backward", "parameter", "global forward"])
 def test_the_status_says_that_a_hook_stands_in_the_way(kind: str) -> None:
     model = Net()
@@ -139,6 +141,7 @@ def test_a_post_accumulate_hook(form: str) -> None:
     compare(form, steps=8, edit=edit, replays=3)
 
 
+@pytest.mark.support("Optimizers", "step hooks", "plain PyTorch, with a reason")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scope", ["own", "global"])

@@ -57,6 +57,7 @@ def test_it_shares_everything_with_the_wrapped_optimizer() -> None:
     assert optimizer.state_dict() == plain.state_dict()
 
 
+@pytest.mark.support("Optimizers", "state_dict from and into a plain optimizer", "replayed")
 def test_the_state_dict_goes_both_ways() -> None:
     model, plain = net_and_adam()
     Training("drop_in", model, plain).run(4)
@@ -111,6 +112,7 @@ def test_the_usual_loop() -> None:
     assert training.status().covered == ("forward", "backward", "update")
 
 
+@pytest.mark.support("Gradients", "zero_grad with and without set_to_none", "replayed")
 def test_zero_grad_after_the_step_and_zeroed_in_place() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         loss = forward_loss(training, x, y)
@@ -133,6 +135,7 @@ def test_the_model_zeroes_its_gradients() -> None:
     compare("drop_in", loop=loop)
 
 
+@pytest.mark.support("Gradients", "accumulation over 2, 4 and 8 micro-batches", "replayed")
 @pytest.mark.parametrize("micro_batches", [2, 4, 8])
 def test_accumulation_over_backward_passes(micro_batches: int) -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
@@ -149,6 +152,7 @@ def test_accumulation_over_backward_passes(micro_batches: int) -> None:
     assert training.status().replays == 4 * micro_batches
 
 
+@pytest.mark.support("Gradients", "several losses", "replayed")
 def test_accumulation_over_losses() -> None:
     """Several forward passes before one backward pass."""
 
@@ -176,6 +180,7 @@ def test_backward_without_an_update() -> None:
     compare("drop_in", loop=loop, steps=14, replays=6)
 
 
+@pytest.mark.support("Gradients", "clipping by norm", "replayed")
 def test_clipping_in_the_loop() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()
@@ -189,6 +194,7 @@ def test_clipping_in_the_loop() -> None:
     compare("drop_in", loop=loop)
 
 
+@pytest.mark.support("Gradients", "gradients replaced between backward() and step()", "replayed")
 def test_gradients_replaced_by_the_user() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()
@@ -203,6 +209,7 @@ def test_gradients_replaced_by_the_user() -> None:
     compare("drop_in", loop=loop, steps=8)
 
 
+@pytest.mark.support("Gradients", "gradients kept over iterations", "replayed")
 def test_gradients_belong_to_the_user() -> None:
     model, plain = net_and_adam()
     training = Training("drop_in", model, plain)
@@ -214,6 +221,7 @@ def test_gradients_belong_to_the_user() -> None:
     assert all(torch.equal(grad, value) for grad, value in held)
 
 
+@pytest.mark.support("Models", "outputs kept over iterations", "replayed")
 def test_outputs_belong_to_the_user() -> None:
     model, plain = net_and_adam()
     training = Training("drop_in", model, plain)
@@ -224,6 +232,7 @@ def test_outputs_belong_to_the_user() -> None:
     assert all(torch.equal(output, value) for output, value in zip(outputs, kept, strict=True))
 
 
+@pytest.mark.support("Gradients", "retain_graph", "replayed")
 def test_retain_graph() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()
@@ -236,6 +245,7 @@ def test_retain_graph() -> None:
     compare("drop_in", loop=loop)
 
 
+@pytest.mark.support("Gradients", "a second backward pass without retain_graph", "raises, as in plain PyTorch")
 def test_a_second_backward_pass_without_retain_graph_fails_as_in_eager() -> None:
     model, plain = net_and_adam()
     training = Training("drop_in", model, plain)
@@ -376,6 +386,7 @@ def test_autograd_grad_in_place_of_backward() -> None:
     compare("drop_in", loop=loop)
 
 
+@pytest.mark.support("Gradients", "a gradient penalty (double backward)", "plain PyTorch, with a reason")
 def test_a_gradient_penalty() -> None:
     """Double backward goes through plain autograd."""
 
@@ -400,6 +411,7 @@ def test_a_gradient_penalty() -> None:
     compare("drop_in", build, loop=loop, replays=0)
 
 
+@pytest.mark.support("Gradients", "a parameter edited between forward and backward", "raises, as in plain PyTorch")
 def test_a_parameter_edited_between_forward_and_backward_fails_as_in_eager() -> None:
     model, plain = net_and_adam()
     training = Training("drop_in", model, plain)
@@ -423,6 +435,7 @@ def test_an_argument_edited_between_forward_and_backward() -> None:
         loss.backward()
 
 
+@pytest.mark.support("Optimizers", "step(closure)", "replayed")
 def test_a_step_with_a_closure() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         def closure() -> Tensor:
@@ -486,6 +499,7 @@ def test_a_closure_that_raises() -> None:
     compare("drop_in", loop=loop, steps=8)
 
 
+@pytest.mark.support("Optimizers", "LBFGS: its own update, with a closure", "plain PyTorch, with a reason")
 def test_lbfgs() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
@@ -503,6 +517,7 @@ def test_lbfgs() -> None:
     compare("drop_in", build, loop=loop, steps=4, replays=0)
 
 
+@pytest.mark.support("Precision", "torch.autocast in the loop", "replayed")
 def test_autocast_in_the_loop() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         count = training.memo["count"] = training.memo.get("count", 0) + 1
@@ -537,6 +552,7 @@ def test_autocast_by_option(mode: str) -> None:
 # Models
 
 
+@pytest.mark.support("Optimizers", "two models and two optimizers", "replayed")
 def test_two_models_with_an_optimizer_each() -> None:
     """A generator and a discriminator, the gradients of the one passing through the other."""
 
@@ -690,6 +706,7 @@ def test_repeated_copies_of_the_optimizer_leave_the_original_as_fast() -> None:
     assert twin.param_groups[0]["params"][0] is not training.optimizer.param_groups[0]["params"][0]
 
 
+@pytest.mark.support("Optimizers", "deepcopy and pickle", "replayed")
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_of_model_and_optimizer_trains_on(duplicate: Callable[[Any], Any]) -> None:
     model, plain = net_and_adam()
@@ -718,6 +735,7 @@ def test_the_model_in_use_can_be_copied_and_saved(tmp_path: Any) -> None:
     assert training.status().replays == replays
 
 
+@pytest.mark.support("Failure", "models and optimizers that are dropped free everything", "replayed")
 def test_no_hook_is_left_behind_and_everything_is_freed() -> None:
     hooks = torch_module._global_forward_pre_hooks
     before = len(hooks)
@@ -763,6 +781,7 @@ def test_an_idle_optimizer_does_not_slow_others_down() -> None:
 # What cannot be captured
 
 
+@pytest.mark.support("Failure", "an exception in the model", "raises, as in plain PyTorch")
 def test_exceptions_in_the_users_forward_reach_the_user() -> None:
     class Raising(Net):
         fails = False

@@ -48,6 +48,11 @@ def builder(kind: Kind, dtype: torch.dtype = torch.float32, **more: Any) -> Buil
     return build
 
 
+@pytest.mark.support(
+    "Optimizers",
+    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD",
+    "replayed",
+)
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("form", FORMS)
@@ -95,6 +100,7 @@ def test_a_state_that_is_loaded_in_mid_training(form: str, kind: Kind) -> None:
     )
 
 
+@pytest.mark.support("Optimizers", "checkpoints resumed with and without Kitsune", "replayed")
 @pytest.mark.parametrize("kind", COMPOSED)
 @pytest.mark.parametrize(
     "forms",
@@ -122,6 +128,7 @@ def test_a_training_goes_on_elsewhere(forms: tuple[str, str], kind: Kind) -> Non
         assert facts == others
 
 
+@pytest.mark.support("Hyperparameters", "OneCycle and Cyclic, with momentum or betas", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax])

@@ -289,6 +289,7 @@ def the_form_wins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(fusing, "channels_last", lambda module: module)  # operators of the CPU lose precision by it
 
 
+@pytest.mark.support("Precision", "errors against float64 at most twice those of plain PyTorch", "replayed")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("deterministic", "the_form_wins")
 @pytest.mark.parametrize("form", ACCURATE_FORMS)

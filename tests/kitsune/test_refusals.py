@@ -97,6 +97,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.support(
+    "Models",
+    "data-dependent control flow, .item(), print in the model",
+    "plain PyTorch, with a reason",
+)
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_that_cannot_be_captured_trains_eagerly(
@@ -261,6 +266,7 @@ def test_a_parameter_of_another_kind(form: str) -> None:
 # Memory
 
 
+@pytest.mark.support("Failure", "more memory than max_memory would be needed", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("form", FORMS)
 def test_max_memory(form: str) -> None:
     training = compare(form, max_memory=64, replays=0)
@@ -284,6 +290,11 @@ def test_max_memory_grows_with_the_batch() -> None:
     assert any("max_memory" in refusal for refusal in training.status().refusals)
 
 
+@pytest.mark.support(
+    "Shapes and modes",
+    "more shapes than graphs are kept: the least recently used gives way",
+    "replayed",
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_max_graphs(form: str) -> None:
     """The least recently used graph gives way, and comes back when its shape does."""

@@ -85,6 +85,7 @@ def compare_scaled(
     return training
 
 
+@pytest.mark.support("Precision", "GradScaler, with skipped updates", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize(
     "make", [adam, sgd, lambda model: adam(model, fused=None)], ids=["fused adam", "fused sgd", "adam"]
@@ -92,6 +93,18 @@ def compare_scaled(
 @pytest.mark.parametrize("form", FORMS)
 def test_the_scale_and_the_skipped_updates(form: str, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     compare_scaled(form, make=make, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.support(
+    "Precision",
+    "GradScaler over 1,000 steps with infinities: the same course of the scale",
+    "replayed",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_thousand_steps(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.kitsune.test_scaling.OVERFLOWS", (*range(2, 1000, 37), *range(500, 503)))
+    compare_scaled(form, steps=1000, replays=950, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

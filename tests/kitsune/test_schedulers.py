@@ -60,6 +60,7 @@ def test_no_scheduler_is_left_out() -> None:
     assert present - {"LRScheduler"} == SCHEDULERS.keys() - {"SWALR"}
 
 
+@pytest.mark.support("Hyperparameters", "every scheduler of torch.optim.lr_scheduler", "replayed")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.filterwarnings("error:Detected call of")
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -47,6 +47,7 @@ def test_the_dictionary_survives_json() -> None:
     assert values["gain"] == FULL.gain
 
 
+@pytest.mark.support("Speed", "set-up time, gain and break-even steps are reported", "replayed")
 def test_the_text() -> None:
     assert str(FULL) == "\n".join(
         [

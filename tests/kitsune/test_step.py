@@ -239,6 +239,7 @@ def test_parameters_that_the_optimizer_does_not_own_get_no_gradient() -> None:
 # Clipping
 
 
+@pytest.mark.support("Gradients", "clipping by norm", "replayed")
 @pytest.mark.parametrize("max_norm", [0.05, 1.0, 1e6])
 def test_clipping(max_norm: float) -> None:
     compare_step({"clip_grad_norm": max_norm}, rtol=1e-6, atol=1e-8)
@@ -259,6 +260,7 @@ def test_clipping_gradients_that_are_not_finite() -> None:
 # Accumulation
 
 
+@pytest.mark.support("Gradients", "accumulation over 2, 4 and 8 micro-batches", "replayed")
 @pytest.mark.parametrize("accumulate", [2, 4, 8])
 def test_accumulation(accumulate: int) -> None:
     compare_step({"accumulate": accumulate}, steps=4 * accumulate, replays=2 * accumulate, rtol=1e-6, atol=1e-8)

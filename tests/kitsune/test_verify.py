@@ -93,6 +93,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, place: str, model: nn.Module) -> None
     monkeypatch.setattr(InOrder, "__call__", wrong_result)
 
 
+@pytest.mark.support("Failure", "verify: a replay that differs is found and not used", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("place", ["parameter", "first result"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wrong_replay_is_found_told_and_not_used(form: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

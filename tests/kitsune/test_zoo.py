@@ -104,6 +104,11 @@ def distance(one: Tensor, other: Tensor) -> float:
     return (one.double() - other.double()).norm().item()
 
 
+@pytest.mark.support(
+    "Models",
+    "MobileNetV2, DenseNet-121, EfficientNet-B0, a U-Net, an LSTM, a graph network, a denoiser",
+    "replayed",
+)
 @pytest.mark.parametrize("form", ["train_step", "drop_in"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_as_without_kitsune(name: str, form: str) -> None:

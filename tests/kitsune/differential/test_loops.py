@@ -49,6 +49,7 @@ def check(form: str, num_programs: int) -> None:
     assert min(mean(calls), mean(updates)) > LEAST_SHARE, "hardly anything was replayed"
 
 
+@pytest.mark.support("Models", "generated models in generated loops", "replayed")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loop_runs_as_without_kitsune(form: str) -> None:

@@ -43,6 +43,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
 
 
+@pytest.mark.support(
+    "Several processes",
+    "DistributedDataParallel: buckets, no_sync, join, buffers; a shape, a hook, an error or a choice on one rank alone",
+    "replayed",
+)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_trains_as_plain_pytorch_does(name: str, ranks: list[dict[str, Found]]) -> None:
     on_gpus = torch.cuda.device_count() >= SIZE
@@ -62,6 +67,7 @@ def test_it_is_replayed(name: str, ranks: list[dict[str, Found]]) -> None:
     assert all(count >= (STEPS - 8 if place != alone else 0) for place, count in enumerate(replays)), replays
 
 
+@pytest.mark.support("Several processes", "find_unused_parameters, static_graph", "plain PyTorch, with a reason")
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dict[str, Found]]) -> None:
     for rank in ranks:
