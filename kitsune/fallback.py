@@ -52,6 +52,8 @@ class Chooser:
         self._started = self._spent = 0.0
         self._misses = 0
         self.settled = mode == "eager"
+        self._rival: float | None = None
+        self.has_lost = False
 
     def next(self) -> Choice:
         """How the coming step shall run."""
@@ -90,9 +92,15 @@ class Chooser:
         self.refusal = refusal
         self.settled = True
 
-    def reopen(self) -> None:
-        """Times both again: replays have changed since."""
+    def reopen(self, rival: float | None = None) -> None:
+        """Times both again: replays have changed since.
+
+        Args:
+            rival: seconds that a replay took before. If one takes longer now, that is left to say `has_lost`, and
+                replays count as fast as they were.
+        """
         if self._auto and self.refusal is None:
+            self._rival, self.has_lost = rival, False
             self._seen = {"eager": 0, "replay": 0}
             self._best.clear()
             self._spent, self.settled = 0.0, False
@@ -131,6 +139,8 @@ class Chooser:
 
     def _settle(self) -> None:
         self.settled = True
+        if self._rival is not None and self._best["replay"] > self._rival:
+            self._best["replay"], self.has_lost = self._rival, True
         if self._auto and self._best["replay"] >= self._best["eager"]:
             times = f"{self._best['replay'] * 1e6:.0f} us against {self._best['eager'] * 1e6:.0f} us"
             self.refusal = Refusal(f"replay was measured no faster than eager ({times})")

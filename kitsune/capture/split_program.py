@@ -16,11 +16,14 @@ from torch import fx
 
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.signature import refuse_arguments
-from kitsune.capture.trace import gradients, interpret, own_gradients, trace
+from kitsune.capture.trace import gradients, interpret, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
+from kitsune.graph.values import mode_of, value
 
 _TANGENTS = "kitsune_tangents"
+
+_as_strided = torch.ops.aten.as_strided.default
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,12 @@ class SplitProgram:
         tangents: layouts of the gradients of the differentiable outputs.
         gradient_places: positions of the flat inputs that get a gradient.
         depends: for each of those gradients, the indices of the tangents it depends on.
-        saved_inputs: positions of the flat inputs that saved values are, or are views of.
-        groups: for each differentiable output, a number that it has in common with those whose backward pass runs
-            through the same nodes of autograd's graph; others may have theirs at other times.
+        saved_inputs: positions of the flat inputs that saved values are, or are views of: as in eager, no edit may come
+            between the call and its backward pass.
+        readers: for each saved value, then for each of the `saved_inputs`, the indices of the tangents whose backward
+            passes read it.
+        groups: for each differentiable output, a number that it has in common with those whose backward pass needs
+            the same nodes of autograd's graph to have kept something; others may have theirs at other times.
         autocast: what autocast computes in during the backward pass; None outside of it.
         is_rewritten: whether operators have been replaced since it was traced.
         repeatable: whether running the call again has no effect: it draws no random numbers and
@@ -54,6 +60,7 @@ class SplitProgram:
     gradient_places: tuple[int, ...]
     depends: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
+    readers: tuple[frozenset[int], ...]
     groups: tuple[int, ...]
     autocast: torch.dtype | None
     repeatable: bool
@@ -109,6 +116,7 @@ def trace_split(
         gradient_places=tuple(reached),
         depends=parts.depends,
         saved_inputs=parts.saved_inputs,
+        readers=parts.readers,
         groups=tuple(groups),
         autocast=autocast,
         repeatable=repeatable,
@@ -116,14 +124,19 @@ def trace_split(
 
 
 def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
-    """`program` from a graph that computes what `program.joint` does.
+    """`program`, of which all outputs have one group, from a graph that computes what `program.joint` does.
+
+    It is changed so that nothing shows: results get the strides that they had, and what the backward pass reads of
+    inputs that it did not read is copied in the forward pass, for they may be edited before.
 
     Raises:
         RefusedError: it cannot be split; or part of what the forward pass has to do would be left to the backward pass.
     """
-    inputs, outputs = dataflow.placeholders(joint.graph), dataflow.outputs(joint.graph)
-    num_tangents, num_grads = len(program.tangents), len(program.gradient_places)
-    parts = _partition(joint, len(inputs) - num_tangents, len(outputs) - num_grads)
+    num_inputs = len(dataflow.placeholders(joint.graph)) - len(program.tangents)
+    num_outputs = len(dataflow.outputs(joint.graph)) - len(program.gradient_places)
+    _keep_strides(joint.graph, program.joint.graph)
+    _copy_further_inputs(joint.graph, num_inputs, program.saved_inputs)
+    parts = _partition(joint, num_inputs, num_outputs)
     if dataflow.written_inputs(parts.forward.graph).keys() != dataflow.written_inputs(program.forward.graph).keys():
         raise RefusedError(Refusal("a buffer would be written by the backward pass"))
     return replace(
@@ -131,9 +144,46 @@ def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
         joint=joint,
         forward=parts.forward,
         backward=parts.backward,
-        saved_inputs=parts.saved_inputs,
         is_rewritten=True,
     )
+
+
+def _keep_strides(graph: fx.Graph, before: fx.Graph) -> None:
+    """Where those of a result differ in dimensions of one element, as a view; else it is refused."""
+    output = graph.output_node()
+    seen: dict[fx.Node, fx.Node] = {}
+    for result, old in zip(dataflow.outputs(graph), dataflow.outputs(before), strict=True):
+        if result is None or old is None or result.meta["val"].stride() == old.meta["val"].stride():
+            continue
+        wanted = old.meta["val"]
+        if not same_layout(result.meta["val"], wanted):
+            raise RefusedError(Refusal("a result would be laid out otherwise"))
+        seen[result] = _call_before(output, _as_strided, (result, list(wanted.size()), list(wanted.stride())))
+    output.args = fx.map_arg(output.args, lambda node: seen.get(node, node))
+
+
+def _copy_further_inputs(graph: fx.Graph, num_inputs: int, saved_inputs: Sequence[int]) -> None:
+    places = dataflow.placeholders(graph)
+    further = {
+        storage
+        for place, node in enumerate(places[:num_inputs])
+        if place not in saved_inputs
+        for storage in dataflow.storages(node)
+    }
+    depends = _dependence(graph, places[num_inputs:])
+    late = [node for node in graph.nodes if node in depends and node.op == "call_function"]
+    read = dict.fromkeys(argument for node in late for argument in node.all_input_nodes if argument not in depends)
+    for value_read in read:
+        if not dataflow.storages(value_read).isdisjoint(further):
+            copy = _call_before(late[0], torch.ops.aten.clone.default, (value_read,))
+            value_read.replace_all_uses_with(copy, delete_user_cb=lambda user: user in depends)
+
+
+def _call_before(place: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...]) -> fx.Node:
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, args)
+    node.meta["val"] = value(mode_of(place.graph), target, args, {})
+    return node
 
 
 @dataclass(frozen=True)
@@ -142,6 +192,7 @@ class _Parts:
     backward: fx.GraphModule
     depends: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
+    readers: tuple[frozenset[int], ...]
 
 
 def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Parts:
@@ -165,7 +216,18 @@ def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Par
     saved_storages = {storage for node in saved for storage in dataflow.storages(node)}
     saved_inputs = tuple(index for index, node in enumerate(inputs) if dataflow.storages(node) & saved_storages)
     grads_depend = tuple(depends.get(grad, frozenset()) if isinstance(grad, fx.Node) else frozenset() for grad in grads)
-    return _Parts(forward, backward, grads_depend, saved_inputs)
+    readers: dict[fx.Node, frozenset[int]] = {}
+    for node in (*late, *(grad for grad in grads if isinstance(grad, fx.Node))):
+        for argument in (*node.all_input_nodes, node):
+            readers[argument] = readers.get(argument, frozenset()) | depends.get(node, frozenset())
+    of_saved = [readers.get(node, frozenset()) for node in saved]
+    of_inputs = []
+    for place in (inputs[index] for index in saved_inputs):
+        seen = [
+            of for node, of in zip(saved, of_saved, strict=True) if dataflow.storages(node) & dataflow.storages(place)
+        ]
+        of_inputs.append(frozenset[int]().union(*seen))
+    return _Parts(forward, backward, grads_depend, saved_inputs, (*of_saved, *of_inputs))
 
 
 def without_tangents(backward: fx.GraphModule, missing: frozenset[int]) -> fx.GraphModule:
@@ -252,20 +314,26 @@ def _example(output: dataflow.Result) -> torch.Tensor:
 
 
 def _groups(roots: Sequence[torch.Tensor]) -> list[int]:
-    """See `SplitProgram.groups`. Nodes that only add up gradients of leaves may be reached by every backward pass."""
+    """See `SplitProgram.groups`. Nodes that have kept nothing may be reached by every backward pass."""
     groups: list[int] = []
     seen: list[set[Any]] = []
     for index, root in enumerate(roots):
         nodes, waiting = set[Any](), [root.grad_fn]
         while waiting:
             node = waiting.pop()
-            if node is not None and node not in nodes and node.next_functions:
+            if node is not None and node not in nodes:
                 nodes.add(node)
                 waiting += [following for following, _ in node.next_functions]
-        joined = {groups[other] for other in range(index) if not nodes.isdisjoint(seen[other])}
+        keeping = {node for node in nodes if _keeps_values(node)}
+        joined = {groups[other] for other in range(index) if not keeping.isdisjoint(seen[other])}
         groups = [index if group in joined else group for group in groups] + [index]
-        seen.append(nodes)
+        seen.append(keeping)
     return groups
+
+
+def _keeps_values(node: Any) -> bool:
+    """Whether a node of autograd's graph lets go of tensors after its backward pass."""
+    return hasattr(node, "saved_tensors") or any(name.startswith("_raw_saved_") for name in dir(node))
 
 
 def _refuse_nested_outputs(graph: fx.Graph, differentiable: Sequence[bool]) -> None:

@@ -64,7 +64,7 @@ def _ordered(program: SplitProgram) -> fx.GraphModule | None:
     So nothing that an output is computed from can become one operator with a part of the backward pass.
     None if there are several gradients, of which some may be missing, or one that an operator would lay out otherwise.
     """
-    if len(program.tangents) != 1:
+    if len(program.tangents) != 1 or not dataflow.placeholders(program.joint.graph)[-1].users:
         return None
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.joint.graph, {}))

@@ -103,7 +103,7 @@ class DropInLoop:
         done, output = False, None
         if choice == "replay" and step.verified < self._config.verify:
             done, output = self._verified(step, module, args, kwargs)
-            choice = "eager" if done else choice
+            choice = "eager"
         if choice == "replay":
             done, output = step.replay(args, kwargs)
         if not done:

@@ -27,13 +27,17 @@ class CallComparison:
         self.output: Any = None
         self._args, self._kwargs = args, kwargs
         tensors = tensors_of([module], None)
-        self._state = State(tensors, next(iter(tensors.values())).device)
+        self._device = next(iter(tensors.values())).device
+        self._state = State(tensors, self._device)
         given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         named = {**tensors, **{f"argument {index}": tensor for index, tensor in enumerate(given)}}
+        self._autocast: torch.dtype | None = None
         self._wanted = {name: tensor for name, tensor in named.items() if tensor.is_leaf and tensor.requires_grad}
 
     def differences(self, step: SplitStep, eager: Call) -> list[Difference] | None:
         """See `compare`; None where `step` cannot replay the call."""
+
+        self._autocast = step.autocast
 
         def replay() -> Results | None:
             done, output = step.replay(self._args, self._kwargs)
@@ -47,7 +51,8 @@ class CallComparison:
         roots = [leaf for leaf in leaves if leaf.requires_grad]
         tangents = [_tangent(root, index) for index, root in enumerate(roots)]
         wanted = list(self._wanted.values())
-        grads = torch.autograd.grad(roots, wanted, tangents, retain_graph=True, allow_unused=True)
+        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            grads = torch.autograd.grad(roots, wanted, tangents, retain_graph=True, allow_unused=True)
         named: Iterable[tuple[str, Tensor | None]] = zip(self._wanted, grads, strict=True)
         outputs = {f"output {index}": leaf for index, leaf in enumerate(leaves)}
         return {**outputs, **{f"{name}.grad": grad for name, grad in named if grad is not None}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.call_fusing import fused_call
 from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.guarded_step import Call, GuardedStep
+from kitsune.loop.kept import Kept, is_freed
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
@@ -68,9 +70,12 @@ class SplitStep(GuardedStep):
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
         self._may_fuse = False  # the present graphs, once replay has proved faster than eager
-        self._since_capture = 0  # replays
+        self._captured_at = 0  # replays
+        self._unfused: SplitProgram | None = None  # until the fused one has proved faster
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
         self._autocast: torch.dtype | None = None  # what autocast computes in during the latest backward pass
+        self._seen_autocast: tuple[torch.dtype | None, ...] = ()  # the same of an eager one, once there was one
+        self._has_moved = False  # into autocast or out of it, since the capture
 
     @property
     def executor(self) -> str | None:
@@ -92,18 +97,25 @@ class SplitStep(GuardedStep):
     def watch_backward(self, output: Any) -> None:
         """Learns from the backward pass of an eager call, before a replay meets that.
 
-        Where it is differentiated, the signature is refused.
+        Where it is differentiated, or runs inside of autocast at one time and outside at another, the signature is
+        refused.
         """
         if self.chooser.settled:
             return
-        for leaf in pytree.tree_leaves(output):
+        for leaf in _leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(self._on_eager_backward)
 
     def _on_eager_backward(self, tangents: Any) -> None:
         if torch.is_grad_enabled():
             self.refuse_backward()
-        self._autocast = next(autocast_dtype(one.device.type) for one in tangents if one is not None)
+        given = next((tangent for tangent in tangents if tangent is not None), None)
+        if given is None or self._graphs is not None:
+            return
+        seen = (autocast_dtype(given.device.type),)
+        if self._seen_autocast not in ((), seen):
+            self._refuse_autocast()
+        self._seen_autocast, self._autocast = seen, seen[0]
 
     def refuse_backward(self) -> None:
         """The backward pass of a replayed call is needed in a form that no graph of it has."""
@@ -111,10 +123,22 @@ class SplitStep(GuardedStep):
         self._log.add(refusal)
         self.chooser.refuse(refusal)
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What autocast computes in during the loop's backward passes; None outside of it."""
+        return self._autocast
+
     def note_autocast(self, dtype: torch.dtype | None) -> None:
         """The backward pass of a replayed call ran inside of autocast to `dtype`, unlike the captured one."""
-        self._autocast, self._shortcut = dtype, None
+        if self._has_moved:
+            self._refuse_autocast()
+        self._autocast, self._shortcut, self._has_moved = dtype, None, True
         self._log.add(RefusedError(_other_autocast(), passing=True))
+
+    def _refuse_autocast(self) -> None:
+        refusal = Refusal("backward() runs inside of autocast at times, or in other data types")
+        self._log.add(refusal)
+        self.chooser.refuse(refusal)
 
     def rounding(self) -> float:
         """The coarsest rounding of a value of the captured call and its backward pass."""
@@ -148,7 +172,7 @@ class SplitStep(GuardedStep):
     def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """Answers a call as `replay` would, in a shorter way; None, with nothing done, where that cannot be."""
         graphs = self._graphs
-        flat = None if self._shortcut is None else self._shortcut.inputs(args, kwargs)
+        flat = None if self._shortcut is None or self._fuses_next() else self._shortcut.inputs(args, kwargs)
         if flat is None or graphs is None or graphs.is_pending():
             return None
         self.replays += 1
@@ -207,19 +231,21 @@ class SplitStep(GuardedStep):
             )
         self._consider_fusing(graph, flat)
         self._flat = flat
-        self._since_capture += 1
         return self._graphs.call(flat)
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
-        self._since_capture = 0
+        self._captured_at, self._unfused = self.replays, None
         self._may_fuse = self._config.fuses() and refuse_fusion(flat[0].device) is None
         return self._recorded(trace_split(graph, flat, self._autocast), graph, flat)
 
     def _consider_fusing(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
-        """Has the graphs rewritten, if that has not been tried and is worth it."""
-        if not (self._may_fuse and self.chooser.settled):
-            return
-        if self._budget.captures > 1 and self._since_capture < _REPLAYS_BEFORE_MORE_TRIALS:
+        """Has the graphs rewritten, if that has not been tried and is worth it; or takes that back."""
+        if self._unfused is not None and self.chooser.settled:
+            if self.chooser.has_lost:
+                self._exchange(self._unfused, self._unfused, graph, flat)
+                self._log.do_without(Refusal("the call was measured to be no faster when it is fused"))
+            self._unfused = None
+        if not self._fuses_next():
             return
         assert self._graphs is not None
         self._may_fuse = False
@@ -233,16 +259,31 @@ class SplitStep(GuardedStep):
         except BaseException:  # an interrupt: it may be tried again
             self._may_fuse = True
             raise
-        if fused is not None:
-            self._graphs.release()
-            self._graphs = self._shortcut = None
-            try:
-                self._graphs = self._recorded(fused, graph, flat)
-            except RefusedError as error:
-                self._log.do_without(error.refusal)
-                self._graphs = self._recorded(program, graph, flat)
-            self.chooser.reopen()
+        if fused is not None and self._exchange(fused, program, graph, flat):
+            self._unfused = program
+            self.chooser.reopen(self.chooser.replay_seconds)
         self.setup_seconds += time.perf_counter() - started
+
+    def _fuses_next(self) -> bool:
+        """Whether the next call that goes the long way has the graphs rewritten."""
+        if not (self._may_fuse and self.chooser.settled):
+            return False
+        return self._budget.captures == 1 or self.replays - self._captured_at >= _REPLAYS_BEFORE_MORE_TRIALS
+
+    def _exchange(
+        self, program: SplitProgram, other: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor]
+    ) -> bool:
+        """Records `program` in place of the present graphs; False where that cannot be, but of `other`."""
+        assert self._graphs is not None
+        self._graphs.release()
+        self._graphs = self._shortcut = None
+        try:
+            self._graphs = self._recorded(program, graph, flat)
+        except RefusedError as error:
+            self._log.do_without(error.refusal)
+            self._graphs = self._recorded(other, graph, flat)
+            return False
+        return True
 
     def _recorded(self, program: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> _Graphs:
         self.verified = 0
@@ -254,7 +295,10 @@ class SplitStep(GuardedStep):
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
         try:
             backward = self._record_backward(program, forward)
-        except RefusedError:
+        except torch.OutOfMemoryError:
+            forward.release()
+            raise RefusedError(Refusal("there is too little device memory to capture the backward pass")) from None
+        except BaseException:
             forward.release()
             raise
         tails = self._tail_step(program, forward, [flat[place] for place in program.gradient_places], known)
@@ -356,7 +400,7 @@ class _Graphs:
         if autocast_dtype(outputs[0].device.type) is not None:
             return None
         try:
-            saved = node.saved_tensors[: node.num_saved]
+            saved = node.saved_tensors[: node.num_values]
         except RuntimeError:  # edited in place, or freed
             return None
         if node.static is not None:
@@ -466,14 +510,12 @@ class _Graphs:
         context = None if self._pending is None else self._pending()
         if context is None or context.is_spent or not self.forward.executor.keeps_outputs:
             return False
-        try:
-            _ = context.saved_tensors
-        except RuntimeError:  # autograd has released them: a backward pass ran
-            if context.kept is not None:
-                with torch.no_grad():
-                    context.static, self._pending = [tensor.clone() for tensor in context.static], None
-            return False
-        return True
+        if not is_freed(context):
+            return True
+        if context.kept is not None and not context.kept.is_over():
+            with torch.no_grad():
+                context.static, self._pending = [tensor.clone() for tensor in context.static], None
+        return False
 
     def now_pending(self, context: Any) -> None:
         self._pending = weakref.ref(context)
@@ -512,7 +554,6 @@ class _Replay(torch.autograd.Function):
         outputs, saved = graphs.run_forward(flat)
         ctx.graphs = graphs
         ctx.is_spent = False  # set when a replay has done what `backward` would
-        ctx.done = set[int]()  # the groups of outputs whose backward pass has run
         ctx.num_inputs = len(flat)
         stable, arguments = graphs.divide(flat)
         ctx.stable = stable
@@ -521,18 +562,20 @@ class _Replay(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(output for output, needs in zip(outputs, differentiable, strict=True) if not needs)
         )
-        ctx.static = None
-        if graphs.forward.executor.keeps_outputs:
-            ctx.static = saved
-            saved = [flat[place] for place in graphs.program.saved_inputs]
-        ctx.num_saved = len(saved)
-        ctx.versions = [(weakref.ref(argument), argument._version) for argument in arguments]
+        program = graphs.program
+        ctx.static = saved if graphs.forward.executor.keeps_outputs else None
+        values = saved if ctx.static is None else []
+        checked = [flat[place] for place in program.saved_inputs]
+        ctx.num_values, ctx.num_saved = len(values), len(values) + len(checked)
+        ctx.versions = [(weakref.ref(tensor), tensor._version) for tensor in (*stable, *arguments)]
         # Eager may not need the arguments afterwards, so the user may edit them: `.data` has a version of its own.
-        kept = [*saved, *(tensor if tensor.requires_grad else tensor.data for tensor in arguments)]
-        ctx.save_for_backward(*kept)
-        # Autograd lets go of all at the first backward pass, where eager keeps what other outputs' passes need.
-        several = len(set(graphs.program.groups)) > 1
-        ctx.kept = [(tensor.detach(), tensor._version) for tensor in kept] if several else None
+        again = [tensor if tensor.requires_grad else tensor.data for tensor in arguments]
+        ctx.save_for_backward(*values, *checked, *again)
+        ctx.kept = None
+        if len(set(program.groups)) > 1:
+            of_values, of_checked = program.readers[: len(saved)], program.readers[len(saved) :]
+            readers = [*(of_values if ctx.static is None else ()), *of_checked, *(frozenset[int]() for _ in again)]
+            ctx.kept = Kept(program.groups, [*values, *checked, *again], readers)
         graphs.now_pending(ctx)
         return tuple(outputs)
 
@@ -542,18 +585,18 @@ class _Replay(torch.autograd.Function):
         differentiable = graphs.program.differentiable
         given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
         saved = _saved(ctx, given)
-        saved, arguments = saved[: ctx.num_saved], saved[ctx.num_saved :]
+        values, arguments = saved[: ctx.num_values], saved[ctx.num_saved :]
         is_again = torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given)
         if is_again:
             graphs.refuse_backward()
-        elif not graphs.suits_autocast(next(tangent.device.type for tangent in given if tangent is not None)):
-            is_again = graphs.again is not None
+        elif not graphs.suits_autocast(graphs.program.tangents[0].device.type):
+            is_again = graphs.again is not None and not _were_edited(ctx.versions)
         if is_again:
-            if any(_was_edited(argument(), version) for argument, version in ctx.versions):
-                raise KitsuneError("an argument of the model was edited before its backward pass had to run again")
+            if _were_edited(ctx.versions):
+                raise KitsuneError("an input of the model was edited before its backward pass had to run again")
             grads = graphs.backward_again(graphs.unite(ctx.stable, arguments), given)
         else:
-            grads = graphs.run_backward(saved if ctx.static is None else ctx.static, given)
+            grads = graphs.run_backward(values if ctx.static is None else ctx.static, given)
         result: list[torch.Tensor | None] = [None] * (ctx.num_inputs + 1)
         for place, grad in zip(graphs.program.gradient_places, grads, strict=True):
             result[place + 1] = grad
@@ -568,26 +611,16 @@ def _saved(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Sequence[torch.
     """
     if ctx.is_spent:
         raise RuntimeError(SPENT)
-    every = ctx.graphs.program.groups
-    groups = {group for group, tangent in zip(every, tangents, strict=True) if tangent is not None}
-    is_apart = bool(ctx.done) and ctx.done.isdisjoint(groups)
-    ctx.done |= groups
-    kept = ctx.kept
-    if ctx.done.issuperset(every):
-        ctx.kept = None
-    try:
+    if ctx.kept is None:
         saved: Sequence[torch.Tensor] = ctx.saved_tensors
-    except RuntimeError:
-        if not is_apart or kept is None or any(tensor._version != version for tensor, version in kept):
-            raise
-        return [tensor for tensor, _ in kept]
-    return saved
+        return saved
+    return ctx.kept.take(ctx, {index for index, tangent in enumerate(tangents) if tangent is not None})  # type: ignore[no-any-return]
 
 
 def _other_autocast() -> Refusal:
     return Refusal(
-        "backward() runs inside of autocast, or of another data type, unlike when it was captured",
-        remedy="call backward() outside of autocast",
+        "backward() runs inside of autocast and was captured outside, or the other way round",
+        remedy="call backward() outside of autocast always",
     )
 
 
@@ -599,8 +632,19 @@ def _in_layout(tangent: torch.Tensor | None, layout: TensorLayout) -> torch.Tens
     return layout.empty().copy_(tangent)
 
 
-def _was_edited(argument: torch.Tensor | None, version: int) -> bool:
-    return argument is not None and argument._version != version
+def _were_edited(versions: Sequence[tuple[weakref.ref[torch.Tensor], int]]) -> bool:
+    return any((tensor := reference()) is not None and tensor._version != version for reference, version in versions)
+
+
+def _leaves(output: Any) -> list[Any]:
+    """The tensors of an output, in dataclasses too."""
+    leaves = []
+    for leaf in pytree.tree_leaves(output):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += [one for field in dataclasses.fields(leaf) for one in _leaves(getattr(leaf, field.name))]
+        else:
+            leaves.append(leaf)
+    return leaves
 
 
 def _is_batched(tangent: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import kitsune
 import models
 from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.errors import Refusal, RefusedError
+from kitsune.fallback import Chooser
 from kitsune.graph import dataflow
 from kitsune.loop import call_fusing, fusing, planning, split_step
 from kitsune.loop.call_fusing import fused_call
@@ -25,7 +27,7 @@ from tests.kitsune.capture.graphs import flat_graph
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.test_fusion import Judge, always, never
 from tests.kitsune.test_streams import costs_of_a_gpu
-from tests.kitsune.training import Net, Training, batch, compare, sgd
+from tests.kitsune.training import Build, Net, Training, batch, compare, sgd
 
 STEPS = 40
 EAGER = 11  # before the first capture, and again after the rewriting
@@ -57,9 +59,9 @@ def build(device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, sgd(model)
 
 
-def train(device: str = "cpu", **options: Any) -> Training:
+def train(device: str = "cpu", make: Build | None = None, **options: Any) -> Training:
     options = {"mode": "auto", "steps": STEPS, "rtol": 1e-4, "atol": 1e-5, **options}
-    return compare("drop_in", partial(build, device), batches=partial(batch, device=device), **options)
+    return compare("drop_in", make or partial(build, device), batches=partial(batch, device=device), **options)
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -253,12 +255,128 @@ def test_a_backward_pass_in_mid_air_is_not_disturbed(device: str) -> None:
     """The graphs are exchanged at a call; an earlier one may have its backward pass yet to come."""
 
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.memo["count"] = training.memo.get("count", 0) + 1
         training.optimizer.zero_grad()
-        first = functional.cross_entropy(training.model(x), y)
-        second = functional.cross_entropy(training.model(x * 2), y)
-        second.backward()
-        first.backward()
-        training.optimizer.step()
-        return torch.stack([first, second]).detach()
+        loss = functional.cross_entropy(training.model(x), y)
+        held = training.memo.pop("held", None)
+        if held is not None:
+            held.backward()  # in one of the steps, after the call that has exchanged the graphs
+        if training.memo["count"] % 3 == 0:
+            training.memo["held"] = loss
+        else:
+            loss.backward()
+            training.optimizer.step()
+        return loss.detach()
 
-    train(device, loop=loop, replays=0)
+    def without_norm() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Net().to(device)
+        return model, sgd(model)
+
+    training = train(device, loop=loop, make=without_norm, replays=10)
+    assert training.status().fused
+
+
+def edit_bias(training: Training) -> None:
+    """Of the batch norm: without Kitsune the backward pass does not read it."""
+    training.model.norm.bias.data.add_(1.0)
+
+
+def edit_weight(training: Training) -> None:
+    """The backward pass reads this one, and `.data` counts no versions."""
+    training.model.last.weight.data.mul_(1.1)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("edit", [edit_bias, edit_weight])
+def test_what_the_backward_pass_reads_is_what_eager_s_reads(edit: Callable[[Training], None], device: str) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x), y)
+        before = [param.detach().clone() for param in training.model.parameters()]
+        edit(training)
+        loss.backward()
+        for param, value in zip(training.model.parameters(), before, strict=True):
+            param.data.copy_(value)
+        training.optimizer.step()
+        return loss.detach()
+
+    assert train(device, loop=loop, replays=STEPS - EAGER).status().fused
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("name", ["norm.weight", "norm.bias", "last.weight"])
+def test_what_may_not_be_edited_is_what_eager_checks(name: str, device: str) -> None:
+    """Nor anything else: eager's backward pass does not need the bias of a batch norm."""
+    raised: dict[str, list[int]] = {"eager": [], "drop_in": []}
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        count = training.memo["count"] = training.memo.get("count", 0) + 1
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x), y)
+        if count > 20:
+            with torch.no_grad():
+                training.model.state_dict(keep_vars=True)[name].mul_(1.0)
+        try:
+            loss.backward()
+        except RuntimeError:
+            raised[training.form].append(count)
+            training.optimizer.zero_grad()  # of what had its gradient before the error
+        training.optimizer.step()
+        return loss.detach()
+
+    train(device, loop=loop, replays=10)
+    assert raised["drop_in"] == raised["eager"] == ([] if name == "norm.bias" else list(range(21, STEPS + 1)))
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_gradients_keep_their_strides(device: str) -> None:
+    """A convolution of one channel in channels_last, where strides of a dimension of one element are free."""
+    strides: dict[str, list[object]] = {"eager": [], "drop_in": []}
+
+    def convolutional() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4, 3))
+        model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, sgd(model)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x.view(-1, 1, 2, 2)), y)
+        loss.backward()
+        strides[training.form].append([param.grad.stride() for param in training.model.parameters()])  # type: ignore[union-attr]
+        training.optimizer.step()
+        return loss.detach()
+
+    status = train(device, loop=loop, make=convolutional, replays=STEPS - EAGER).status()
+    assert status.fused
+    assert strides["eager"] == strides["drop_in"]
+    assert "update" in status.covered
+
+
+def test_a_fused_call_that_is_slower_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not be slower than eager for that."""
+
+    def settle(chooser: Chooser) -> None:
+        chooser._best = {"eager": 3.0, "replay": 1.0 if chooser._rival is None else 2.0}
+        original(chooser)
+
+    original = Chooser._settle
+    monkeypatch.setattr(Chooser, "_settle", settle)
+    monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)
+    status = train(replays=STEPS - EAGER).status()
+    assert (status.mode, status.fused, status.replay_seconds) == ("replay", False, 1.0)
+    assert any("no faster when it is fused" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_what_was_captured_again_is_fused_after_enough_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_step, "_REPLAYS_BEFORE_MORE_TRIALS", 30)
+    training = Training("drop_in", *build(), mode="auto")
+    training.run(STEPS)
+    assert training.status().fused
+    training.model.gain = 2.0
+    training.run(20, start=STEPS)
+    assert not training.status().fused
+    training.run(STEPS, start=60)
+    assert training.status().fused
