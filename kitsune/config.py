@@ -45,10 +45,10 @@ class Config:
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
             measured fastest stays, one stream included. None: 4 where `mode="auto"` may measure them (without
             `compile` and `max_memory`), else 1. `KitsuneOptimizer` in a loop uses one stream.
-        enable_fusion: let `TrainStep` replace parts of the captured step by fused operators where they are measured
+        enable_fusion: replace parts of captured steps and calls by fused operators where they are measured
             to be faster, which takes up to a minute, once. It has an effect with `mode="auto"` (without `compile` and
             `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in a loop
-            fuses nothing yet.
+            fuses the calls of models with one output that has a gradient.
         defer_loss: let `KitsuneOptimizer` follow what a loop does with the model's output, and replay that together
             with the backward pass where the loop does it again. `TrainStep` replays the loss anyway. Off by default:
             the loop gets tensors of subclasses, and not everything that may be done with them is as without.

@@ -15,6 +15,15 @@ _EDITED = (
 )
 
 
+def can_go_back(context: Any) -> bool:
+    """Whether a backward pass through `context` of an `autograd.Function` would find all that was saved, unedited."""
+    try:
+        _ = context.saved_tensors
+    except RuntimeError:
+        return False
+    return True
+
+
 def is_freed(context: Any) -> bool:
     """Whether autograd has let go of what `context` of an `autograd.Function` has saved."""
     try:

@@ -27,7 +27,7 @@ from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.call_fusing import fused_call
 from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.guarded_step import Call, GuardedStep
-from kitsune.loop.kept import Kept, is_freed
+from kitsune.loop.kept import Kept, can_go_back, is_freed
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
@@ -279,8 +279,9 @@ class SplitStep(GuardedStep):
         self._graphs = self._shortcut = None
         try:
             self._graphs = self._recorded(program, graph, flat)
-        except RefusedError as error:
-            self._log.do_without(error.refusal)
+        except (RefusedError, torch.OutOfMemoryError) as error:
+            too_little = Refusal("there is too little device memory for the fused call")
+            self._log.do_without(error.refusal if isinstance(error, RefusedError) else too_little)
             self._graphs = self._recorded(other, graph, flat)
             return False
         return True
@@ -510,9 +511,11 @@ class _Graphs:
         context = None if self._pending is None else self._pending()
         if context is None or context.is_spent or not self.forward.executor.keeps_outputs:
             return False
+        if context.kept is None:
+            return can_go_back(context)
         if not is_freed(context):
             return True
-        if context.kept is not None and not context.kept.is_over():
+        if not context.kept.is_over():
             with torch.no_grad():
                 context.static, self._pending = [tensor.clone() for tensor in context.static], None
         return False

@@ -100,12 +100,21 @@ def test_what_costs_more_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-def test_a_call_that_cannot_be_recorded_when_it_is_fused_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RefusedError(Refusal("there is too little device memory to capture the step")),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_call_that_cannot_be_recorded_when_it_is_fused_stays(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = split_step.SplitStep._recorded
 
     def refuse(step: Any, program: SplitProgram, *args: Any) -> Any:
         if program.is_rewritten:
-            raise RefusedError(Refusal("there is too little device memory to capture the step"))
+            raise error
         return recorded(step, program, *args)
 
     monkeypatch.setattr(split_step.SplitStep, "_recorded", refuse)
