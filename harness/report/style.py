@@ -16,6 +16,8 @@ INK = "#1f2328"
 FAINT_INK = "#9aa0a8"
 GRID = "#e4e6ea"
 BAND = "rgba(95,99,104,0.16)"
+HOVER = "#ffffff"
+HOVER_LINE = "#b6bbc2"
 
 _MARKS = {
     "eager": ("#5f6368", "square"),
@@ -29,6 +31,29 @@ _MARKS = {
     "kitsune_trainstep_unfused": ("#5c4400", "star-triangle-down"),
 }
 """Colour and symbol of a variant in any precision. Colours differ in lightness too, for readers who see few of them."""
+
+DARK = {
+    INK: "#e6e8eb",
+    FAINT_INK: "#868d96",
+    GRID: "#30353c",
+    BAND: "rgba(160,166,174,0.20)",
+    HOVER: "#22262c",
+    HOVER_LINE: "#565d66",
+    "#5f6368": "#a9b0b8",
+    "#009988": "#3ccbb8",
+    "#00594f": "#1f8f80",
+    "#4a9fd8": "#8cc8f0",
+    "#0055a4": "#3f8fe0",
+    "#aa3377": "#e07fb4",
+    "#d9540b": "#ff8a4c",
+    "#8a2f00": "#c06a3a",
+    "#5c4400": "#a08a4a",
+    "#8a6d00": "#c9a93a",
+    "#e0a100": "#e0a100",
+    "#8c564b": "#c08a7d",
+    "#7d838c": "#9aa1ab",
+}
+"""What every colour of a chart becomes on a dark page."""
 
 _OTHER_MARK = ("#8a6d00", "cross")
 _DASHES = {"fp32": "solid", "tf32": "dot", "amp": "dash"}
@@ -86,7 +111,7 @@ def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: boo
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"align": "left", "bgcolor": "#ffffff", "bordercolor": "#b6bbc2", "font": {"color": INK}},
+        "hoverlabel": {"align": "left", "bgcolor": HOVER, "bordercolor": HOVER_LINE, "font": {"color": INK}},
         "dragmode": False,
         "barmode": "overlay",
         "hovermode": "closest",
