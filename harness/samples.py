@@ -9,6 +9,9 @@ from harness.names import is_diagnostic, order, precision_of
 from harness.selection import Case, Measurement
 from harness.stats import typical_seconds
 
+_FAR_OUT = 3.0
+"""How many times the width of the middle half a sample lies away from it that tells of a disturbance."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -39,6 +42,14 @@ class Samples:
             return self.seconds[0], self.seconds[0]
         lower, _, upper = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return lower, upper
+
+    @property
+    def usual_range(self) -> tuple[float, float]:
+        """The least and greatest of the deviations that are not far out (Tukey, Exploratory Data Analysis, 1977)."""
+        lower, upper = self.quartiles
+        reach = _FAR_OUT * (upper - lower)
+        usual = [seconds for seconds in self.seconds if lower - reach <= seconds <= upper + reach]
+        return min(usual) / self.typical_seconds - 1, max(usual) / self.typical_seconds - 1
 
     def deviations(self) -> tuple[tuple[float, ...] | None, ...]:
         """By what share of the typical time each sample lies above it, or below, where negative."""

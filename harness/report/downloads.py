@@ -10,6 +10,7 @@ from html import escape
 from harness import render
 from harness.report.packing import compact, packed
 from harness.rows import Comparison
+from harness.stats import Estimate
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,18 @@ def _history(comparison: Comparison) -> str:
                 "case": vars(series.case),
                 "variant": series.variant,
                 "points": [
-                    {"commit": point.commit.sha, "ratio": render.estimate_fields(point.ratio), "seconds": point.seconds}
+                    {"commit": point.commit.sha, **_bounds(point.ratio), "seconds": point.seconds}
                     for point in series.recent
                 ],
             }
             for series in comparison.history
         ]
     )
+
+
+def _bounds(ratio: Estimate) -> dict[str, float | None]:
+    low, high = (ratio.low, ratio.high) if ratio.has_interval else (None, None)
+    return {"ratio": ratio.ratio, "low": low, "high": high}
 
 
 def _link(file: _File) -> str:

@@ -34,6 +34,11 @@ class Figure:
     is_wide: bool = False
     remark: str = ""
 
+    def drawing(self) -> Spec:
+        """What the page's script draws it from."""
+        names = ("name", "traces", "layout", "narrow_trace", "narrow_layout")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def model(self) -> str:
         """The model that it is about."""

@@ -67,7 +67,7 @@ def html_page(comparison: Comparison) -> str:
         header=header(comparison, [(section.anchor, section.link) for section in sections]),
         sections="\n".join(_section(section) for section in sections),
         dark=compact(style.DARK),
-        figures=_packed_figures([figure for group in charts.values() for figure in group]),
+        figures=packed(compact([figure.drawing() for group in charts.values() for figure in group])),
         plotly=packed(_plotly_script()),
         script="\n".join(map(_asset, _SCRIPTS)),
     )
@@ -218,7 +218,8 @@ def _changes(comparison: Comparison, commands: markup.Commands) -> str:
     if comparison.base is None or not comparison.contrasts:
         return times
     by_metric = tables.contrast_table(comparison.contrasts, comparison.base.short, comparison.head.short)
-    return times + markup.table(by_metric, commands=commands)
+    named = ", ".join(dict.fromkeys(entry.metric for entry in comparison.contrasts))
+    return f"{times}<h3>{escape(named.capitalize())}</h3>{markup.table(by_metric, commands=commands)}"
 
 
 def _explained(drawn: Sequence[Figure], numbers: str) -> str:
@@ -287,11 +288,6 @@ def _card(figure: Figure) -> str:
     heights = f"--height: {height}px; --narrow: {figure.narrow_layout.get('height', height)}px"
     chart = f'<div id="{figure.name}" class="chart" role="img" aria-label="{title}" style="{heights}"></div>'
     return f"<figure{kind}{markup.models(figure.model)}><figcaption>{title}</figcaption>{chart}</figure>"
-
-
-def _packed_figures(drawn: Sequence[Figure]) -> str:
-    fields = ("name", "traces", "layout", "narrow_trace", "narrow_layout")
-    return packed(compact([{field: getattr(figure, field) for field in fields} for figure in drawn]))
 
 
 def _asset(name: str) -> str:

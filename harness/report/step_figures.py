@@ -16,7 +16,7 @@ from harness.report.figures import Figure
 from harness.report.style import Spec
 from harness.rows import Comparison
 from harness.selection import Case
-from harness.stream_gains import StreamGain
+from harness.stream_gains import StreamGain, largest_gain
 from harness.timelines import Bar, Timeline
 
 _SHARE_FOR_TEXT = 0.5
@@ -133,7 +133,19 @@ def _stream_gains(name: str, subject: tuple[str, str], gains: Sequence[StreamGai
     )
     traces = [_gain_line(variant, [gain for gain in gains if gain.variant == variant]) for variant in variants]
     layout |= style.legend(variants, columns=len(variants)) | {"scattermode": "group", "scattergap": 0.8}
-    return Figure(name, subject, traces, layout)
+    return Figure(name, subject, traces, layout, remark=_where_gains_end(gains))
+
+
+def _where_gains_end(gains: Sequence[StreamGain]) -> str:
+    """For each precision with several batch sizes, the largest at which streams gain; empty without any."""
+    told = []
+    for precision in dict.fromkeys(gain.precision for gain in gains):
+        members = [gain for gain in gains if gain.precision == precision]
+        end, most = largest_gain(members), max(gain.case.batch for gain in members)
+        if len(members) < 2:
+            continue
+        told.append(f"{precision} {'nowhere faster' if end is None else f'faster up to batch {end} of {most}'}")
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _gain_line(variant: str, gains: Sequence[StreamGain]) -> Spec:

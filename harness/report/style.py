@@ -103,8 +103,8 @@ def case_name(case: Case) -> str:
 def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: bool = False) -> Spec:
     """A layout on the page's own background, with its font, that scrolls under a finger instead of zooming."""
     return {
-        "xaxis": xaxis,
-        "yaxis": yaxis,
+        "xaxis": {"gridcolor": GRID, "zerolinecolor": GRID} | xaxis,
+        "yaxis": {"gridcolor": GRID, "zerolinecolor": GRID} | yaxis,
         "shapes": list(shapes),
         "showlegend": legend,
         "margin": {"l": 8, "r": 14, "t": 6, "b": 34},
