@@ -48,14 +48,13 @@ function draw(chart) {
   }
   Plotly.react(chart, traces, layout, config);
   drawn.add(chart);
+  watcher.unobserve(chart);
 }
 
 const watcher = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) {
-      if (!entry.isIntersecting) continue;
-      watcher.unobserve(entry.target);
-      draw(entry.target);
+      if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
     }
   },
   { rootMargin: "600px" },

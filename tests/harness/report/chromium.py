@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -31,7 +30,7 @@ def written(results: Path, path: Path, *options: str) -> Path:
 class Visit:
     """A page opened in Chromium, with everything it asked for and complained about.
 
-    All charts are drawn, unless the visit is ``lazy``: then those in sight are.
+    All charts are drawn, unless the visit is ``lazy``: then they will be as they come in sight.
     """
 
     def __init__(
@@ -42,16 +41,11 @@ class Visit:
         width: int = 1280,
         scripts: bool = True,
         lazy: bool = False,
-        colours: Literal["light", "dark"] = "light",
-        permissions: Sequence[str] = (),
-        fragment: str = "",
     ) -> None:
         context = browser.new_context(
             viewport={"width": width, "height": 900},
             java_script_enabled=scripts,
-            color_scheme=colours,
             reduced_motion="reduce",
-            permissions=list(permissions),
         )
         self.page: Page = context.new_page()
         self.requests: list[str] = []
@@ -59,9 +53,9 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.goto(path.as_uri() + fragment, wait_until="load")
-        if scripts:
-            self.page.evaluate("ready" if lazy else "ready.then(drawAll)")
+        self.page.goto(path.as_uri(), wait_until="load")
+        if scripts and not lazy:
+            self.page.evaluate("ready.then(drawAll)")
 
     def texts(self, selector: str) -> list[str]:
         return [text.strip() for text in self.page.locator(selector).all_inner_texts()]

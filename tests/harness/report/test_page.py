@@ -252,6 +252,10 @@ def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
         "\"'><a href='javascript:window.broken=1'>%{x}"
     )
     case = sample.case_fields(hostile, 8, "cpu") | {"case": hostile}
+
+    def slower(variant: str, commit: int, turn: int) -> list[float]:
+        return [(1 + commit * variant.startswith("kitsune")) * time for time in (1.0 + turn / 9, 1.1)]
+
     rng = sample.random.Random(0)
     for index, commit in enumerate(sample.COMMITS[:2]):
         started = datetime(2026, 1, 1 + index, tzinfo=timezone.utc)
@@ -259,7 +263,7 @@ def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
         variants = ("eager_fp32", "kitsune_trainstep_fp32", f"kitsune_{hostile}_fp32", hostile)
         records = [sample.run_record(hostile, commit, facts, started=started)]
         records += [
-            sample.round_record(hostile, k, case, {variant: [1.0 + k / 9, 1.1] for variant in variants})
+            sample.round_record(hostile, k, case, {variant: slower(variant, index, k) for variant in variants})
             for k in range(3)
         ]
         for variant in variants:
@@ -284,6 +288,13 @@ def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
     assert hostile in visit.page.locator("dl.facts").inner_text()
     assert hostile.replace('"', "")[:20] in visit.page.locator("#damage").inner_text()
     assert hostile[:20] in visit.page.locator("#fusion tbody").first.inner_text()
+    regressions = visit.page.locator("#regressions li")
+    assert regressions.count() == 2
+    assert hostile[:20] in regressions.first.locator("h3").inner_text()
+    assert "<script>window.broken=1</script>" in regressions.first.locator(".command").inner_text()
+    assert len(set(visit.page.locator("#variants tbody tr").evaluate_all("rows => rows.map((row) => row.id)"))) == 4
+    visit.page.locator("#variants tbody tr a").last.click()
+    assert visit.page.locator("#variants tr:target").count() == 1
     visit.page.locator("#fusion summary").click()
     assert hostile[:20] in visit.page.locator("#fusion details").inner_text()
     assert "its plan cannot be read: before_us: " in visit.page.locator("#fusion .notice").inner_text()
