@@ -17,6 +17,9 @@ from harness.stats import Estimate
 _SHARE_FOR_TEXT = 0.44
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
 
+_MOST_COMMITS, _MOST_COMMITS_IF_NARROW = 6, 3
+"""How many commits a history's axis names."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -99,14 +102,18 @@ def history(comparison: Comparison) -> list[Figure]:
         shown = [commit for commit in comparison.commits if commit.sha in measured]
         shapes = [style.line_at_one("y"), *_environment_lines(shown, comparison), *_change_lines(members)]
         names = [commit.short for commit in shown]
-        axis: Spec = {"type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True}
+        axis: Spec = {
+            "type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True, "tickangle": 0,
+            "nticks": _MOST_COMMITS,
+        }  # fmt: skip
         layout = style.layout(xaxis=axis, yaxis=style.speedup_axis(speedups), shapes=shapes, legend=True)
         variants = [series.variant for series in members]
         traces = []
         for series in members:
             entry = style.legend_entry(series.variant, variants)
             traces += [_band(series) | entry | {"showlegend": False}, _line(series) | entry]
-        wide, narrow = style.legend(variants, columns=2), style.legend(variants, columns=1)
+        wide = style.legend(variants, columns=2)
+        narrow = style.legend(variants, columns=1) | {"xaxis.nticks": _MOST_COMMITS_IF_NARROW}
         figures.append(Figure(f"history-{index}", case, traces, layout | wide, narrow_layout=narrow))
     return figures
 

@@ -70,7 +70,7 @@ def _again(subject: Subject | None, anchor: str | None, commands: Commands) -> s
     # A fragment is decoded once before it is compared with identifiers, whose percent signs are meant.
     link = f"#{quote(identifier(anchor, subject))}" if anchor is not None else ""
     row = f'<a href="{escape(link)}" title="link to this row">#</a>' if link else ""
-    return f'<td class="again">{row}<details><summary>command</summary>{command(known)}</details></td>'
+    return f'<td class="again">{row}<details><summary title="the command">show</summary>{command(known)}</details></td>'
 
 
 def _heading(column: Column) -> str:

@@ -163,3 +163,21 @@ def test_of_a_long_history_the_last_commits_are_drawn(gpu: Comparison, monkeypat
         assert all(len(trace["x"]) <= 2 for trace in figure.traces if trace["mode"] == "lines+markers")
     shown = [row[0] for row in re.findall(r"<th scope=row>(\w+)((?:<td>[^<]+)+)", history_tables(gpu))]
     assert set(shown) == {commit.short for commit in gpu.commits[-2:]}
+
+
+def test_a_change_of_the_environment_is_a_line_before_its_first_commit(tmp_path: Path) -> None:
+    sample.write_long_history(tmp_path, commits=4, models=1)
+    (figure,) = figures.history(compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path))
+    go.Figure(data=list(figure.traces), layout=figure.layout)
+    (line,) = [shape for shape in figure.layout["shapes"] if "label" in shape]  # type: ignore[attr-defined]
+    assert (line["x0"], line["x1"], line["label"]["text"]) == (2.5, 2.5, "driver")
+
+
+def test_a_chart_s_commits_are_those_of_its_case(tmp_path: Path) -> None:
+    """Another case may have been measured at others: its commits would be gaps."""
+    sample.write_gpu_history(tmp_path)
+    full = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    first = next(series for series in full.history if len(series.points) == 3)
+    kept = [replace(first, points=first.points[1:]), *(s for s in full.history if s.case != first.case)]
+    figure = figures.history(replace(full, history=tuple(kept)))[0]
+    assert figure.layout["xaxis"]["categoryarray"] == [commit.short for commit in full.commits[1:]]  # type: ignore[index]
