@@ -13,7 +13,9 @@ const figures = new Map();
 const drawn = new Set();
 
 async function unpacked(id) {
-  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (character) => character.charCodeAt(0));
+  const text = atob(document.getElementById(id).textContent);
+  const bytes = new Uint8Array(text.length);
+  for (let index = 0; index < text.length; index += 1) bytes[index] = text.charCodeAt(index);
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
@@ -69,8 +71,16 @@ async function begin() {
   for (const chart of document.querySelectorAll(".chart")) watcher.observe(chart);
 }
 
+// What is hidden has no width to be drawn in: it waits until it is shown again.
 function redraw() {
-  drawn.forEach(draw);
+  for (const chart of [...drawn]) {
+    if (chart.offsetParent !== null) {
+      draw(chart);
+    } else {
+      drawn.delete(chart);
+      watcher.observe(chart);
+    }
+  }
 }
 
 function drawAll() {

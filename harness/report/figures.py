@@ -20,6 +20,9 @@ _SHARE_FOR_TEXT = 0.44
 _MOST_COMMITS, _MOST_COMMITS_IF_NARROW = 6, 3
 """How many commits a history's axis names."""
 
+_FEW_POINTS = 40
+"""Up to so many, the marks of a line are large."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -100,7 +103,7 @@ def history(comparison: Comparison) -> list[Figure]:
         speedups = [point.ratio.inverted() for series in members for point in series.recent]
         measured = {point.commit.sha for series in members for point in series.recent}
         shown = [commit for commit in comparison.commits if commit.sha in measured]
-        shapes = [style.line_at_one("y"), *_environment_lines(shown, comparison), *_change_lines(members)]
+        shapes = [style.line_at_one("y"), *_environment_lines(shown, comparison), *_change_lines(members, shown)]
         names = [commit.short for commit in shown]
         axis: Spec = {
             "type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True, "tickangle": 0,
@@ -226,21 +229,26 @@ def _line(series: Series) -> Spec:
         "type": "scatter", "mode": "lines+markers",
         "x": [point.commit.short for point in series.recent], "y": [speedup.ratio for speedup in speedups],
         "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
-        "marker": {"size": 8, "symbol": style.symbol(series.variant)}, "hoverinfo": "text", "hovertext": hovers,
+        "marker": {"size": 8 if len(speedups) <= _FEW_POINTS else 4, "symbol": style.symbol(series.variant)},
+        "hoverinfo": "text", "hovertext": hovers,
     }  # fmt: skip
 
 
-def _change_lines(members: Iterable[Series]) -> list[Spec]:
-    """A dotted line in a series' colour where its level changed, as far as the chart reaches."""
+def _change_lines(members: Iterable[Series], shown: Sequence[Commit]) -> list[Spec]:
+    """A dotted line in a series' colour where its level changed, as far as the chart reaches.
+
+    Places are numbers: Plotly would read some commits' names as such.
+    """
+    place = {commit.sha: index for index, commit in enumerate(shown)}
     return [
         {
             "type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1,
-            "x0": change.first.short, "x1": change.first.short,
+            "x0": place[change.first.sha], "x1": place[change.first.sha],
             "line": {"color": style.colour(series.variant), "width": 1.5, "dash": "dot"},
         }
         for series in members
         for change in series.changes
-        if change.first in [point.commit for point in series.recent]
+        if change.first.sha in place
     ]  # fmt: skip
 
 
@@ -258,8 +266,8 @@ def _environment_lines(shown: Sequence[Commit], comparison: Comparison) -> list[
             "type": "line", "xref": "x", "yref": "paper", "x0": index - 0.5, "x1": index - 0.5, "y0": 0, "y1": 1,
             "line": {"color": style.FAINT_INK, "width": 1.5, "dash": "longdash"},
             "label": {
-                "text": style.shown(", ".join(dict.fromkeys(facts))), "textposition": "end", "textangle": -90,
-                "font": {"size": 10, "color": style.FAINT_INK}, "xanchor": "right", "yanchor": "bottom",
+                "text": style.shown(", ".join(dict.fromkeys(facts))), "textposition": "middle", "textangle": -90,
+                "font": {"size": 10, "color": style.FAINT_INK}, "xanchor": "right", "yanchor": "bottom", "padding": 4,
             },
         }
         for index, facts in lines.items()

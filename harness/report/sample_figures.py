@@ -40,7 +40,7 @@ def _distribution(name: str, case: Case, members: Sequence[Samples]) -> Figure:
     variants = [entry.variant for entry in members]
     low, high = _ends(members)
     layout = style.layout(
-        xaxis=_percent_axis(low, high) | {"title": {"text": "above or below the variant's own time", "standoff": 4}},
+        xaxis=_percent_axis(low, high) | {"title": {"text": "distance from its own time", "standoff": 4}},
         yaxis=style.variant_axis(variants),
         shapes=style.lines_between_precisions(variants),
     )

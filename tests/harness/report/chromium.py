@@ -30,7 +30,7 @@ def written(results: Path, path: Path, *options: str) -> Path:
 class Visit:
     """A page opened in Chromium, with everything it asked for and complained about.
 
-    All charts are drawn, unless the visit is ``lazy``: then they will be as they come in sight.
+    The charts that ``draw`` selects are drawn before anything is looked at; others as they come in sight.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Visit:
         *,
         width: int = 1280,
         scripts: bool = True,
-        lazy: bool = False,
+        draw: str | None = ".chart",
     ) -> None:
         context = browser.new_context(
             viewport={"width": width, "height": 900},
@@ -54,8 +54,8 @@ class Visit:
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.goto(path.as_uri(), wait_until="load")
-        if scripts and not lazy:
-            self.page.evaluate("ready.then(drawAll)")
+        if scripts and draw is not None:
+            self.page.evaluate("chosen => ready.then(() => document.querySelectorAll(chosen).forEach(draw))", draw)
 
     def texts(self, selector: str) -> list[str]:
         return [text.strip() for text in self.page.locator(selector).all_inner_texts()]

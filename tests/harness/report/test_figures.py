@@ -154,7 +154,7 @@ def test_a_change_of_level_is_a_line_in_the_colour_of_its_series(gpu: Comparison
     changed = replace(gpu, history=(replace(series, changes=(change,)),))
     (figure,) = figures.history(changed)
     line = figure.layout["shapes"][-1]
-    assert (line["x0"], line["x1"], line["line"]["color"]) == (first.short, first.short, style.colour(series.variant))
+    assert (line["x0"], line["x1"], line["line"]["color"]) == (2, 2, style.colour(series.variant))
 
 
 def test_of_a_long_history_the_last_commits_are_drawn(gpu: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:

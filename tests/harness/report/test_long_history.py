@@ -31,14 +31,14 @@ def test_it_is_under_six_megabytes(long_page: Path) -> None:
 
 @needs_chromium
 def test_it_is_painted_within_a_second(browser: Browser, long_page: Path) -> None:
-    Visit(browser, long_page, lazy=True).page.context.close()
-    visit = Visit(browser, long_page, lazy=True)
+    Visit(browser, long_page, draw=None).page.context.close()
+    visit = Visit(browser, long_page, draw=None)
     assert visit.page.evaluate(FIRST_PAINT) < 1000
 
 
 @needs_chromium
 def test_a_reader_finds_the_way_about(browser: Browser, long_page: Path) -> None:
-    visit = Visit(browser, long_page, lazy=True)
+    visit = Visit(browser, long_page, draw=None)
     page = visit.page
     assert page.locator("#variants tbody tr").count() == 300
 
@@ -63,7 +63,7 @@ def test_a_reader_finds_the_way_about(browser: Browser, long_page: Path) -> None
     chart = page.locator("#history .chart:visible")
     assert chart.count() == 1
     assert chart.locator(".js-fill").count() == 4
-    assert "driver" in (chart.locator(".shapelayer").first.text_content() or "")
+    assert "driver" in (chart.locator(".shape-label").all_text_contents())
 
     page.evaluate("window.location.hash = 'row-model37-b64-cuda-kitsune_dropin_amp'")
     page.wait_for_selector("tr:target:visible")
@@ -71,11 +71,11 @@ def test_a_reader_finds_the_way_about(browser: Browser, long_page: Path) -> None
 
     page.emulate_media(color_scheme="dark")
     page.wait_for_function(
-        "getComputedStyle(document.querySelector('#history .ytick text')).fill === 'rgb(230, 232, 235)'"
+        "() => getComputedStyle(document.querySelector('#history .ytick text')).fill === 'rgb(230, 232, 235)'"
     )
 
     page.set_viewport_size({"width": 390, "height": 900})
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.wait_for_function("() => document.documentElement.scrollWidth === 390")
     assert visit.requests == [long_page.as_uri()]
     assert visit.complaints == []
 

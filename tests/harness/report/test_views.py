@@ -21,7 +21,7 @@ LINK = "#row-lenet-b64-cuda-kitsune_trainstep_amp"
 
 @pytest.fixture(scope="module")
 def opened(browser: Browser, gpu_page: Path) -> Visit:
-    return Visit(browser, gpu_page, lazy=True)
+    return Visit(browser, gpu_page, draw=None)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_charts_are_dark_on_a_dark_page_and_light_on_paper(visit: Visit) -> None
 def test_other_metrics_are_on_a_page_about_one_model(browser: Browser, tmp_path: Path) -> None:
     sample.write_cpu_history(tmp_path)
     options = ("--model", "mlp", "--metric", "ratio", "--metric", "memory", "--metric", "setup")
-    visit = Visit(browser, written(tmp_path, tmp_path / "report.html", *options), lazy=True)
+    visit = Visit(browser, written(tmp_path, tmp_path / "report.html", *options), draw=None)
     assert visit.texts("#changes h3") == ["Setup, memory"]
     assert visit.page.locator("#changes table").count() == 2
     assert visit.page.locator("#model").count() == 0, "there is nothing to choose"
