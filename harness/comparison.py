@@ -16,6 +16,7 @@ from harness.level_changes import environment_changes, environment_of, level_cha
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
+from harness.samples import samples
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
 from harness.selftest import outcome
 from harness.stats import (
@@ -93,6 +94,7 @@ def compare(
             list(commits.values()), {commit: history.runs(commit)[-1].facts for commit in history.commits}
         ),
         losses=_losses(newer),
+        samples=samples(newer),
         breakdowns=stages,
         timelines=timelines,
         stream_gains=stream_gains(stages, timelines, margin),

@@ -12,6 +12,7 @@ from enum import Enum
 from harness.breakdown import Breakdown
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.names import is_diagnostic, is_kitsune, is_product, reference_of
+from harness.samples import Samples
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage, Skip
@@ -246,9 +247,9 @@ class Reproduction:
     profile: str = "quick"
     workloads: Mapping[str, object] = field(default_factory=dict)
 
-    def command(self, commit: str, case: Case, variants: Iterable[str]) -> str:
-        """The command that measures these variants of a case at a commit, side by side."""
-        words = [*_RUN, commit[:12], "--profile", self.profile, "--case", case.name]
+    def command(self, commits: Iterable[str], case: Case, variants: Iterable[str]) -> str:
+        """The command that measures these variants of a case at these commits, side by side."""
+        words = [*_RUN, *(commit[:12] for commit in commits), "--profile", self.profile, "--case", case.name]
         words += [word for variant in dict.fromkeys(variants) for word in ("--variant", variant)]
         if case.model in self.workloads:
             words += ["--workload", str(self.workloads[case.model])]
@@ -279,6 +280,7 @@ class Comparison:
     history: tuple[Series, ...]
     environment_changes: tuple[EnvironmentChange, ...]
     losses: tuple[LossCurve, ...]
+    samples: tuple[Samples, ...]
     breakdowns: tuple[Breakdown, ...]
     timelines: tuple[Timeline | NoTimeline, ...]
     stream_gains: tuple[StreamGain, ...]
@@ -337,7 +339,7 @@ class Comparison:
         for lost in self.lost:
             sides.setdefault((lost.case, lost.skip.variant), []).append(reference_of(lost.skip.variant))
         return {
-            (case, variant): self.reproduction.command(self.head.sha, case, [*filter(None, others), variant])
+            (case, variant): self.reproduction.command([self.head.sha], case, [*filter(None, others), variant])
             for (case, variant), others in sides.items()
         }
 

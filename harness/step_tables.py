@@ -9,7 +9,7 @@ from harness.names import label, precision_of
 from harness.rows import Comparison
 from harness.selection import Case
 from harness.stats import Estimate
-from harness.tables import Cell, Column, Table, variant_tone, verdict_cell
+from harness.tables import Cell, Column, Subject, Table, variant_tone, verdict_cell
 from harness.timelines import NoTimeline, Timeline
 
 _CASE_COLUMNS = (
@@ -42,7 +42,10 @@ def contribution_table(comparison: Comparison) -> Table:
         for breakdown in comparison.breakdowns
         for position, stage in enumerate(breakdown.stages)
     ]
-    return Table(columns, tuple(rows))
+    subjects = [
+        Subject(breakdown.case, stage.variant) for breakdown in comparison.breakdowns for stage in breakdown.stages
+    ]
+    return Table(columns, tuple(rows), tuple(subjects))
 
 
 def fused_table(fusions: StepFusions) -> Table:
@@ -84,7 +87,7 @@ def stream_table(comparison: Comparison) -> Table:
         )
         for entry in comparison.stream_gains
     ]
-    return Table(columns, tuple(rows))
+    return Table(columns, tuple(rows), tuple(Subject(entry.case, entry.variant) for entry in comparison.stream_gains))
 
 
 def plan_table(comparison: Comparison) -> Table:
@@ -99,7 +102,11 @@ def plan_table(comparison: Comparison) -> Table:
         Column("predicted", "the simulated time of a step on the device", numeric=True),
         Column("measured", "the measured time of a step on the device", numeric=True),
     )
-    return Table(columns, tuple(_plan_cells(entry) for entry in comparison.timelines))
+    return Table(
+        columns,
+        tuple(_plan_cells(entry) for entry in comparison.timelines),
+        tuple(Subject(entry.case, entry.variant) for entry in comparison.timelines),
+    )
 
 
 def _plan_cells(entry: Timeline | NoTimeline) -> tuple[Cell, ...]:

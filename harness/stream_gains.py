@@ -62,6 +62,11 @@ def stream_gains(
     return tuple(gain for gains in found.values() for gain in _by_batch(gains))
 
 
+def largest_gain(gains: Iterable[StreamGain]) -> int | None:
+    """The largest batch size at which several streams are faster than one: where the gain ends. None without any."""
+    return max((gain.case.batch for gain in gains if gain.verdict is Verdict.FASTER), default=None)
+
+
 def _by_batch(gains: Sequence[StreamGain]) -> list[StreamGain]:
     """By batch size; precisions stay in the order of the breakdowns."""
     return sorted(gains, key=lambda gain: gain.case.batch)

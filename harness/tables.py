@@ -9,7 +9,7 @@ from enum import Enum
 from harness import formats
 from harness.metrics import samples_of, word
 from harness.names import is_diagnostic, is_kitsune, label
-from harness.rows import Comparison, Contrast, Parity, Row
+from harness.rows import SHOWN_POINTS, Comparison, Contrast, EnvironmentChange, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.variants import VARIANTS
@@ -59,11 +59,20 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What a row is about: a page filters by it, links to it, and tells how to measure it again."""
+
+    case: Case
+    variant: str
+
+
+@dataclass(frozen=True)
 class Table:
-    """A table; every row has a cell for each column."""
+    """A table; every row has a cell for each column, and where rows are about variants of cases, a subject."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    subjects: tuple[Subject, ...] = ()
 
     def on(self, medium: Medium) -> Table:
         """The table with the columns that this medium shows."""
@@ -75,7 +84,7 @@ class Table:
 
     def _of(self, kept: Sequence[int]) -> Table:
         columns = tuple(self.columns[index] for index in kept)
-        return Table(columns, tuple(tuple(row[index] for index in kept) for row in self.rows))
+        return Table(columns, tuple(tuple(row[index] for index in kept) for row in self.rows), self.subjects)
 
     def _is_shown(self, index: int, medium: Medium) -> bool:
         column = self.columns[index]
@@ -124,7 +133,11 @@ def variant_table(comparison: Comparison) -> Table:
         Column("loss", "distance from eager fp32 in loss, as a share of its progress", numeric=True),
     )
     best_peers = {(row.case, row.best_peer) for row in comparison.rows}
-    return Table(columns, tuple(_variant_cells(row, (row.case, row.variant) in best_peers) for row in comparison.rows))
+    return Table(
+        columns,
+        tuple(_variant_cells(row, (row.case, row.variant) in best_peers) for row in comparison.rows),
+        tuple(Subject(row.case, row.variant) for row in comparison.rows),
+    )
 
 
 def change_table(comparison: Comparison) -> Table:
@@ -158,6 +171,7 @@ def change_table(comparison: Comparison) -> Table:
         )
         for entry in comparison.lost
     ]
+    judged = sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
     changed = [
         (
             *_case_cells(entry.case),
@@ -170,9 +184,11 @@ def change_table(comparison: Comparison) -> Table:
             Cell(formats.ratio_with_interval(entry.head), entry.head.ratio),
             Cell(entry.control, words=label(entry.control)),
         )
-        for entry in sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
+        for entry in judged
     ]
-    return Table(columns, (*lost, *changed))
+    subjects = [Subject(entry.case, entry.skip.variant) for entry in comparison.lost]
+    subjects += [Subject(entry.case, entry.variant) for entry in judged]
+    return Table(columns, (*lost, *changed), tuple(subjects))
 
 
 def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table:
@@ -192,6 +208,7 @@ def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table
         Column("verdict", "whether the whole interval lies beyond the margin, not by chance among so many rows"),
         Column("margin", "what does not matter here: at least that of the metric, twice the noise", numeric=True),
     )
+    judged = sorted(contrasts, key=lambda contrast: contrast.verdict is not Verdict.SLOWER)
     rows = [
         (
             *_case_cells(entry.case),
@@ -204,9 +221,9 @@ def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table
             Cell(word(entry.metric, entry.verdict), tone=_VERDICT_TONES[entry.verdict]),
             Cell(formats.share(entry.margin), entry.margin),
         )
-        for entry in sorted(contrasts, key=lambda contrast: contrast.verdict is not Verdict.SLOWER)
+        for entry in judged
     ]
-    return Table(columns, tuple(rows))
+    return Table(columns, tuple(rows), tuple(Subject(entry.case, entry.variant) for entry in judged))
 
 
 def skip_table(comparison: Comparison) -> Table:
@@ -243,29 +260,56 @@ def damage_table(comparison: Comparison) -> Table:
     return Table(columns, tuple(rows))
 
 
-def history_table(comparison: Comparison) -> Table:
-    """Each of Kitsune's forms at the last measured commits."""
+def commit_table(comparison: Comparison) -> Table:
+    """The last measured commits, the latest first, and where the environment changed."""
     columns = (
-        Column("commit", "oldest first"),
-        *_CASE_COLUMNS,
-        *_VARIANT_COLUMNS,
-        Column("time", "seconds per training step", numeric=True),
-        Column("over eager", "speed-up: eager's time in the same precision and process divided by this", numeric=True),
+        Column("commit", "the first characters of its hash"),
+        Column("subject", "the first line of its message, where git knows it"),
+        Column("date", "when it was made"),
+        Column("measured", "when its last run began, in UTC"),
+        Column("environment", "what changed in it since the measured commit before"),
     )
-    position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
+    changed = {entry.commit.sha: _environment_words(entry) for entry in comparison.environment_changes}
     rows = [
         (
-            Cell(point.commit.short, position[point.commit.sha], detail=point.commit.subject),
-            *_case_cells(series.case),
-            Cell(series.precision),
-            Cell(series.variant, words=label(series.variant)),
-            Cell(formats.seconds(point.seconds), point.seconds),
-            _speedup_cell(point.ratio),
+            Cell(commit.short),
+            Cell(commit.subject or formats.ABSENT),
+            Cell(commit.date or formats.ABSENT),
+            Cell(f"{commit.measured:%Y-%m-%d %H:%M}"),
+            Cell(changed.get(commit.sha, "")),
         )
-        for series in comparison.history
-        for point in series.recent
+        for commit in reversed(comparison.commits[-SHOWN_POINTS:])
     ]
     return Table(columns, tuple(rows))
+
+
+def sample_table(comparison: Comparison) -> Table:
+    """How the single samples of each variant at the newer commit spread."""
+    columns = (
+        *_CASE_COLUMNS,
+        *_VARIANT_COLUMNS,
+        Column("rounds", "fresh processes that timed it", numeric=True),
+        Column("blocks", "timed blocks in all of them", numeric=True),
+        Column("time", "seconds per training step, the median over rounds", numeric=True),
+        Column("least", "the fastest block", numeric=True),
+        Column("middle half", "a quarter of the blocks is faster, a quarter slower", numeric=True),
+        Column("most", "the slowest block", numeric=True),
+    )
+    rows = [
+        (
+            *_case_cells(entry.case),
+            Cell(entry.precision),
+            Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
+            Cell(str(sum(times is not None for times in entry.rounds))),
+            Cell(str(len(entry.seconds))),
+            Cell(formats.seconds(entry.typical_seconds), entry.typical_seconds),
+            Cell(formats.seconds(min(entry.seconds)), min(entry.seconds)),
+            Cell(" to ".join(map(formats.seconds, entry.quartiles)), entry.quartiles[1] - entry.quartiles[0]),
+            Cell(formats.seconds(max(entry.seconds)), max(entry.seconds)),
+        )
+        for entry in comparison.samples
+    ]
+    return Table(columns, tuple(rows), tuple(Subject(entry.case, entry.variant) for entry in comparison.samples))
 
 
 def level_table(comparison: Comparison) -> Table:
@@ -281,7 +325,10 @@ def level_table(comparison: Comparison) -> Table:
         Column("without value", "commits in that range where this was not measured", numeric=True),
     )
     position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
-    found = [(series, change) for series in comparison.history for change in series.changes]
+    found = sorted(
+        ((series, change) for series in comparison.history for change in series.changes),
+        key=lambda entry: -position[entry[1].first.sha],
+    )
     rows = [
         (
             *_case_cells(series.case),
@@ -294,9 +341,9 @@ def level_table(comparison: Comparison) -> Table:
             Cell(change.latest.short, position[change.latest.sha]),
             Cell(str(change.missing), change.missing),
         )
-        for series, change in sorted(found, key=lambda entry: -position[entry[1].first.sha])
+        for series, change in found
     ]
-    return Table(columns, tuple(rows))
+    return Table(columns, tuple(rows), tuple(Subject(series.case, series.variant) for series, _ in found))
 
 
 def environment_table(comparison: Comparison) -> Table:
@@ -310,7 +357,7 @@ def environment_table(comparison: Comparison) -> Table:
         (
             Cell(entry.commit.short, detail=entry.commit.subject),
             Cell(entry.before.short),
-            Cell(", ".join(f"{name}: {_fact(old)} → {_fact(new)}" for name, (old, new) in entry.facts.items())),
+            Cell(_environment_words(entry)),
         )
         for entry in comparison.environment_changes
     ]
@@ -336,8 +383,8 @@ def summary_table(comparison: Comparison) -> Table:
             Cell(summary.variant, tone=Tone.STRONG, words=label(summary.variant)),
             Cell(summary.precision),
             Cell(summary.device),
-            _speedup_cell(summary.over_eager),
-            _speedup_cell(summary.over_peer),
+            _mean_cell(summary.over_eager),
+            _mean_cell(summary.over_peer),
             Cell(str(summary.cases), summary.cases),
         )
         for summary in comparison.summaries
@@ -437,6 +484,10 @@ def _speedup_cell(estimate: Estimate | None, judged: Verdict | None = None, othe
     return Cell(formats.ratio_with_interval(speedup), speedup.ratio, tone, detail=" ".join(filter(None, told)) or None)
 
 
+def _mean_cell(speedup: Estimate | None) -> Cell:
+    return Cell(formats.ratio_with_interval(speedup), None if speedup is None else speedup.ratio)
+
+
 def _memory_detail(row: Row) -> str | None:
     if row.allocated_bytes is None:
         return None if row.rss_bytes is None else "resident"
@@ -458,6 +509,10 @@ def _in_unit(value: float, unit: str) -> str:
     if unit == "bytes":
         return formats.size(int(value))
     return formats.seconds(value) if unit == "s" else f"{formats.ratio(value)}×"
+
+
+def _environment_words(entry: EnvironmentChange) -> str:
+    return ", ".join(f"{name}: {_fact(old)} → {_fact(new)}" for name, (old, new) in entry.facts.items())
 
 
 def _fact(value: object) -> str:

@@ -10,27 +10,51 @@ from harness import formats
 from harness.names import label
 from harness.report import style
 from harness.report.style import Spec
-from harness.rows import Comparison, LossCurve, Row, Series
+from harness.rows import Commit, Comparison, LossCurve, Row, Series
 from harness.selection import Case
 from harness.stats import Estimate
 
 _SHARE_FOR_TEXT = 0.44
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
 
+_MOST_COMMITS, _MOST_COMMITS_IF_NARROW = 6, 3
+"""How many commits a history's axis names."""
+
+_FEW_POINTS = 40
+"""Up to so many, the marks of a line are large."""
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart: an identifier within the page, a title, Plotly's traces and layout, what changes in each trace and, by
-    dotted path, in the layout where the page is narrow, and whether it takes the page's whole width.
+    """A chart: an identifier within the page, its subject (a case, or a model on a device at all batch sizes), Plotly's
+    traces and layout, what changes in each trace and, by dotted path, in the layout where the page is narrow, whether
+    it takes the page's whole width, and what its title says besides the subject.
     """
 
     name: str
-    title: str
+    subject: Case | tuple[str, str]
     traces: Sequence[Spec]
     layout: Spec
     narrow_trace: Spec = field(default_factory=dict)
     narrow_layout: Spec = field(default_factory=dict)
     is_wide: bool = False
+    remark: str = ""
+
+    def drawing(self) -> Spec:
+        """What the page's script draws it from."""
+        names = ("name", "traces", "layout", "narrow_trace", "narrow_layout")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def model(self) -> str:
+        """The model that it is about."""
+        return self.subject.model if isinstance(self.subject, Case) else self.subject[0]
+
+    @property
+    def title(self) -> str:
+        """What stands above it. Not escaped: it is for the page, not for Plotly."""
+        name = style.case_name(self.subject) if isinstance(self.subject, Case) else ", ".join(self.subject)
+        return name + self.remark
 
 
 def speedups(comparison: Comparison) -> list[Figure]:
@@ -73,21 +97,27 @@ def setups(comparison: Comparison) -> list[Figure]:
 
 def history(comparison: Comparison) -> list[Figure]:
     """Lines for each case measured at several commits: Kitsune's speed-up over eager, with a band for its interval."""
-    commits = [commit.short for commit in comparison.commits]
-    axis: Spec = {"type": "category", "categoryorder": "array", "categoryarray": commits, "fixedrange": True}
     figures = []
     for index, case in enumerate(_cases(series for series in comparison.history if len(series.points) > 1)):
         members = [series for series in comparison.history if series.case == case]
         speedups = [point.ratio.inverted() for series in members for point in series.recent]
-        shapes = [style.line_at_one("y"), *_change_lines(members)]
+        measured = {point.commit.sha for series in members for point in series.recent}
+        shown = [commit for commit in comparison.commits if commit.sha in measured]
+        shapes = [style.line_at_one("y"), *_environment_lines(shown, comparison), *_change_lines(members, shown)]
+        names = [commit.short for commit in shown]
+        axis: Spec = {
+            "type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True, "tickangle": 0,
+            "nticks": _MOST_COMMITS,
+        }  # fmt: skip
         layout = style.layout(xaxis=axis, yaxis=style.speedup_axis(speedups), shapes=shapes, legend=True)
         variants = [series.variant for series in members]
         traces = []
         for series in members:
             entry = style.legend_entry(series.variant, variants)
             traces += [_band(series) | entry | {"showlegend": False}, _line(series) | entry]
-        wide, narrow = style.legend(variants, columns=2), style.legend(variants, columns=1)
-        figures.append(Figure(f"history-{index}", style.case_name(case), traces, layout | wide, narrow_layout=narrow))
+        wide = style.legend(variants, columns=2)
+        narrow = style.legend(variants, columns=1) | {"xaxis.nticks": _MOST_COMMITS_IF_NARROW}
+        figures.append(Figure(f"history-{index}", case, traces, layout | wide, narrow_layout=narrow))
     return figures
 
 
@@ -101,7 +131,7 @@ def losses(comparison: Comparison) -> list[Figure]:
         variants = [curve.variant for curve in curves]
         traces = [_curve(curve) | style.legend_entry(curve.variant, variants) for curve in curves]
         wide, narrow = style.legend(variants, columns=2), style.legend(variants, columns=1)
-        figures.append(Figure(f"loss-{index}", style.case_name(case), traces, layout | wide, narrow_layout=narrow))
+        figures.append(Figure(f"loss-{index}", case, traces, layout | wide, narrow_layout=narrow))
     return figures
 
 
@@ -123,7 +153,7 @@ def _forest(name: str, case: Case, rows: Sequence[Row], margin: float) -> Figure
     )
     traces = [_mark(row, speedup) for row, speedup in marks]
     narrow = style.names_above_rows([style.variant_name(variant) for variant in variants])
-    return Figure(name, style.case_name(case), traces, style.height(variants, layout), narrow_layout=narrow)
+    return Figure(name, case, traces, style.height(variants, layout), narrow_layout=narrow)
 
 
 def _mark(row: Row, speedup: Estimate) -> Spec:
@@ -155,7 +185,7 @@ def _bar_chart(name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec
     layout["margin"] = {"l": 8, "r": 8, "t": 6, "b": 8}
     bars: Spec = {"offset": 0.06, "width": 0.4}
     names = style.names_above_rows([style.variant_name(variant) for variant in variants])
-    return Figure(name, style.case_name(case), traces, style.height(variants, layout), bars, names)
+    return Figure(name, case, traces, style.height(variants, layout), bars, names)
 
 
 def _bars(
@@ -199,21 +229,48 @@ def _line(series: Series) -> Spec:
         "type": "scatter", "mode": "lines+markers",
         "x": [point.commit.short for point in series.recent], "y": [speedup.ratio for speedup in speedups],
         "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
-        "marker": {"size": 8, "symbol": style.symbol(series.variant)}, "hoverinfo": "text", "hovertext": hovers,
+        "marker": {"size": 8 if len(speedups) <= _FEW_POINTS else 4, "symbol": style.symbol(series.variant)},
+        "hoverinfo": "text", "hovertext": hovers,
     }  # fmt: skip
 
 
-def _change_lines(members: Iterable[Series]) -> list[Spec]:
-    """A dotted line in a series' colour where its level changed, as far as the chart reaches."""
+def _change_lines(members: Iterable[Series], shown: Sequence[Commit]) -> list[Spec]:
+    """A dotted line in a series' colour where its level changed, as far as the chart reaches.
+
+    Places are numbers: Plotly would read some commits' names as such.
+    """
+    place = {commit.sha: index for index, commit in enumerate(shown)}
     return [
         {
             "type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1,
-            "x0": change.first.short, "x1": change.first.short,
+            "x0": place[change.first.sha], "x1": place[change.first.sha],
             "line": {"color": style.colour(series.variant), "width": 1.5, "dash": "dot"},
         }
         for series in members
         for change in series.changes
-        if change.first in [point.commit for point in series.recent]
+        if change.first.sha in place
+    ]  # fmt: skip
+
+
+def _environment_lines(shown: Sequence[Commit], comparison: Comparison) -> list[Spec]:
+    """A grey line, with the facts that differ, before the first commit drawn that was measured in a new environment."""
+    place = {commit.sha: index for index, commit in enumerate(shown)}
+    position = {commit.sha: index for index, commit in enumerate(comparison.commits)}
+    lines: dict[int, list[str]] = {}
+    for change in comparison.environment_changes:
+        later = [commit for commit in shown if position[commit.sha] >= position[change.commit.sha]]
+        if later and place[later[0].sha] > 0:
+            lines.setdefault(place[later[0].sha], []).extend(change.facts)
+    return [
+        {
+            "type": "line", "xref": "x", "yref": "paper", "x0": index - 0.5, "x1": index - 0.5, "y0": 0, "y1": 1,
+            "line": {"color": style.FAINT_INK, "width": 1.5, "dash": "longdash"},
+            "label": {
+                "text": style.shown(", ".join(dict.fromkeys(facts))), "textposition": "middle", "textangle": -90,
+                "font": {"size": 10, "color": style.FAINT_INK}, "xanchor": "right", "yanchor": "bottom", "padding": 4,
+            },
+        }
+        for index, facts in lines.items()
     ]  # fmt: skip
 
 

@@ -27,7 +27,8 @@ def _card(fusions: StepFusions) -> str:
     text = f"<p><small>{escape(names)}</small>{escape(worth)}</p>"
     replaced, left = markup.table(step_tables.fused_table(fusions)), markup.table(step_tables.unfused_table(fusions))
     tried = f"<details><summary>Tried and left: {fusions.num_left:,}</summary>{left}</details>" if left else ""
-    return f"<figure><figcaption>{escape(title)}</figcaption>{text}{replaced}{tried}</figure>"
+    caption = f"<figcaption>{escape(title)}</figcaption>"
+    return f"<figure{markup.models(fusions.case.model)}>{caption}{text}{replaced}{tried}</figure>"
 
 
 def _by_themselves(fusions: StepFusions) -> str:
@@ -53,4 +54,5 @@ def _in_the_step(fusions: StepFusions) -> str:
 
 def _notice(entry: UnreadableFusions) -> str:
     name = f"{style.case_name(entry.case)}, {label(entry.variant)}, {precision_of(entry.variant)}"
-    return f'<p class="notice">{escape(f"{formats.one_line(name)}: {formats.one_line(entry.reason)}")}</p>'
+    told = f"{formats.one_line(name)}: {formats.one_line(entry.reason)}"
+    return f'<p class="notice"{markup.models(entry.case.model)}>{escape(told)}</p>'

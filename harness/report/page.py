@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import formats, render, step_tables, tables
+from harness import step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
-from harness.report import figures, markup, step_figures
+from harness.regressions import regressions
+from harness.report import figures, markup, sample_figures, step_figures, style
+from harness.report.downloads import downloads
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
-from harness.rows import SHOWN_POINTS, Comparison, Tally
-from harness.stats import Verdict
-from harness.tables import Table
+from harness.report.header import header, summary
+from harness.report.history_tables import history_tables
+from harness.report.packing import compact, packed
+from harness.report.regression_list import regression_list
+from harness.rows import SHOWN_POINTS, Comparison
 
 _FOLDER = Path(__file__).resolve().parent
+_SCRIPTS = ("charts.js", "tables.js", "views.js")
 
 
 class ReportError(Exception):
@@ -44,7 +48,7 @@ def html_page(comparison: Comparison) -> str:
     Raises:
         ReportError: Plotly is not installed.
     """
-    charts = {
+    charts: dict[str, Sequence[Figure]] = {
         "speedup": figures.speedups(comparison),
         "memory": figures.memory(comparison),
         "setup": figures.setups(comparison),
@@ -52,37 +56,48 @@ def html_page(comparison: Comparison) -> str:
         "batches": step_figures.stream_gains(comparison),
         "streams": step_figures.timelines(comparison),
         "history": figures.history(comparison),
+        "spread": sample_figures.distributions(comparison),
+        "drift": sample_figures.drifts(comparison),
         "loss": figures.losses(comparison),
     }
     sections = [section for section in _sections(comparison, charts) if section.body]
     return Template(_asset("page.html")).substitute(
         title=escape(f"Kitsune benchmarks: {comparison.machine}, {comparison.head.short}"),
         style=_asset("page.css"),
-        header=_header(comparison, sections),
+        header=header(comparison, [(section.anchor, section.link) for section in sections]),
         sections="\n".join(_section(section) for section in sections),
-        figures=_embedded([figure for group in charts.values() for figure in group]),
-        plotly=_plotly_script(),
-        script=_asset("page.js"),
+        dark=compact(style.DARK),
+        figures=packed(compact([figure.drawing() for group in charts.values() for figure in group])),
+        plotly=packed(_plotly_script()),
+        script="\n".join(map(_asset, _SCRIPTS)),
     )
 
 
 def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) -> list[_Section]:
     """All sections in order; those without a body have nothing to say and are left out."""
+    commands = comparison.commands()
     return [
-        _Section("Summary", "Summary", "", _summary(comparison)),
+        _Section("Summary", "Summary", "", summary(comparison)),
+        _Section(
+            "Regressions",
+            "Regressions",
+            "What became worse: between the two commits by more than its margin (shaded; the bar is the 95% interval),"
+            " and, over the history, to a level that lasted. Each with the command that measures it again.",
+            _regressions(comparison),
+        ),
         _Section(
             "Changes",
             "Commit against commit",
             "Kitsune's time as a multiple of that of a peer in the same processes, the control, at the older and the"
             " newer commit, and its change: above 0 is slower.",
-            markup.table(tables.change_table(comparison)),
+            _changes(comparison, commands),
         ),
         _Section(
             "Variants",
             "All variants",
             "Click a heading to sort. Kitsune's rows are coloured, and grey where something is switched off to tell"
             " what that contributes; * marks the best peer of its precision.",
-            markup.table(tables.variant_table(comparison)),
+            markup.table(tables.variant_table(comparison), anchor="row", commands=commands),
         ),
         _Section(
             "Speed-up",
@@ -112,7 +127,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             " operators fused that TrainStep fuses by default, and with the streams that it chooses by measurement."
             " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
             " that it may differ from the ratio of the bars.",
-            _explained_charts(charts["contribution"], step_tables.contribution_table(comparison)),
+            _explained(charts["contribution"], markup.table(step_tables.contribution_table(comparison))),
         ),
         _Section(
             "Fusion",
@@ -143,8 +158,22 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "History",
             f"Kitsune's speed-up over eager at the last {SHOWN_POINTS} measured commits, oldest first, with its 95%"
             " interval. Solid lines are fp32, dashed ones amp. Where a dotted line stands, a level changed for three"
-            " commits or more. All such changes, and those of the environment, are listed below.",
+            " commits or more; a grey one of long dashes is a change of the environment. All of them are listed below.",
             _history(comparison, charts["history"]),
+        ),
+        _Section(
+            "Samples",
+            "Distributions",
+            "Every timed block at the newer commit, as its distance from the variant's time: the box holds the middle"
+            " half, its line is the median.",
+            _explained(charts["spread"], markup.table(tables.sample_table(comparison))),
+        ),
+        _Section(
+            "Drift",
+            "Drift over turns and rounds",
+            "The same blocks in the order in which they were timed. In a turn every variant is timed once, so what"
+            " moves all lines together is the machine; a dotted line stands between rounds, which are fresh processes.",
+            _charts(charts["drift"]),
         ),
         _Section(
             "Loss",
@@ -165,65 +194,51 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             "These parts of the results could not be read and were left out. Everything else was used.",
             markup.table(tables.damage_table(comparison)),
         ),
+        _Section(
+            "Raw data",
+            "Raw data",
+            "Compressed JSON, with times in seconds, memory in bytes, and fractions rounded to six digits. It is part"
+            " of this page: nothing is fetched.",
+            downloads(comparison),
+        ),
         _Section("How to read", "How to read this", "", _reading(comparison)),
     ]
 
 
-def _header(comparison: Comparison, sections: Sequence[_Section]) -> str:
-    facts = {"Machine": f"{comparison.machine}: {formats.machine(comparison.facts)}"}
-    facts["Commit"] = formats.commit(comparison.head)
-    if comparison.base is not None:
-        earlier = comparison.base == comparison.head
-        facts["Against"] = "earlier runs of the same commit" if earlier else formats.commit(comparison.base)
-    facts["Measured"] = f"{comparison.head.measured:%Y-%m-%d %H:%M} UTC"
-    tone = "bad" if comparison.regressions else "good"
-    links = "".join(f'<a href="#{section.anchor}">{escape(section.link)}</a>' for section in sections)
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    return "\n".join(
-        (
-            "<h1>Kitsune benchmarks</h1>",
-            f'<p class="outcome {tone}">{escape(render.verdict_line(comparison))}</p>',
-            f'<dl class="facts">{listed}</dl>',
-            f'<nav aria-label="Sections">{links}</nav>',
-        )
-    )
+def _regressions(comparison: Comparison) -> str:
+    """Empty where there is nothing to hold anything against."""
+    if len(comparison.commits) < 2 and comparison.base is None:
+        return ""
+    return regression_list(regressions(comparison))
 
 
-def _summary(comparison: Comparison) -> str:
-    tallies = {
-        "Kitsune against eager": comparison.against_eager,
-        "Kitsune against the best peer": comparison.against_peers,
-    }
-    if comparison.base is not None:
-        tallies[f"Kitsune since {comparison.base.short}"] = comparison.since_base
-    tiles = "".join(_tally(title, tally) for title, tally in tallies.items())
-    lost = [f"{entry.skip.variant} in {entry.case.name}: {entry.skip.reason}" for entry in comparison.lost]
-    notices = [f'<p class="notice bad">No longer measured: {escape(text)}</p>' for text in lost]
-    notices += [f'<p class="notice">{escape(note)}</p>' for note in comparison.notes]
-    means = markup.table(tables.summary_table(comparison))
-    return f'<div class="tallies">{tiles}</div>{"".join(notices)}{means}'
+def _changes(comparison: Comparison, commands: markup.Commands) -> str:
+    """Times against a control, then the other metrics that were asked for."""
+    times = markup.table(tables.change_table(comparison), anchor="change", commands=commands)
+    if comparison.base is None or not comparison.contrasts:
+        return times
+    by_metric = tables.contrast_table(comparison.contrasts, comparison.base.short, comparison.head.short)
+    named = ", ".join(dict.fromkeys(entry.metric for entry in comparison.contrasts))
+    return f"{times}<h3>{escape(named.capitalize())}</h3>{markup.table(by_metric, commands=commands)}"
 
 
-def _tally(title: str, tally: Tally) -> str:
-    counts = "".join(
-        f'<li class="{verdict.value if tally[verdict] else "none"}"><b>{tally[verdict]}</b> {verdict.value}</li>'
-        for verdict in Verdict
-    )
-    return f'<div class="tally"><h3>{escape(title)}</h3><ul>{counts}</ul></div>'
-
-
-def _explained_charts(drawn: Sequence[Figure], numbers: Table) -> str:
+def _explained(drawn: Sequence[Figure], numbers: str) -> str:
     if not drawn:
         return ""
-    table = markup.table(numbers)
-    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{table}</details>"
+    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{numbers}</details>"
 
 
 def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
     """The lines, the changes of level, those of the environment; empty where there is but one commit."""
+    if len(comparison.commits) < 2:
+        return ""
     found = (tables.level_table(comparison), tables.environment_table(comparison))
     listed = "".join(markup.table(table) for table in found if table.rows)
-    return _explained_charts(drawn, tables.history_table(comparison)) + listed
+    commits = markup.table(tables.commit_table(comparison))
+    return (
+        f"{_explained(drawn, history_tables(comparison))}{listed}"
+        f"<details><summary>The measured commits</summary>{commits}</details>"
+    )
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:
@@ -268,14 +283,11 @@ def _charts(drawn: Sequence[Figure]) -> str:
 
 def _card(figure: Figure) -> str:
     kind = ' class="wide"' if figure.is_wide else ""
-    chart = f'<div id="{figure.name}" class="chart"></div>'
-    return f"<figure{kind}><figcaption>{escape(figure.title)}</figcaption>{chart}</figure>"
-
-
-def _embedded(drawn: Sequence[Figure]) -> str:
-    """The figures as JSON that cannot end the script element it stands in."""
-    described = json.dumps([vars(figure) for figure in drawn], separators=(",", ":"), allow_nan=False)
-    return described.replace("<", "\\u003c")
+    title = escape(figure.title)
+    height = figure.layout["height"]
+    heights = f"--height: {height}px; --narrow: {figure.narrow_layout.get('height', height)}px"
+    chart = f'<div id="{figure.name}" class="chart" role="img" aria-label="{title}" style="{heights}"></div>'
+    return f"<figure{kind}{markup.models(figure.model)}><figcaption>{title}</figcaption>{chart}</figure>"
 
 
 def _asset(name: str) -> str:

@@ -15,7 +15,8 @@ from harness.report import style
 from harness.report.figures import Figure
 from harness.report.style import Spec
 from harness.rows import Comparison
-from harness.stream_gains import StreamGain
+from harness.selection import Case
+from harness.stream_gains import StreamGain, largest_gain
 from harness.timelines import Bar, Timeline
 
 _SHARE_FOR_TEXT = 0.5
@@ -50,7 +51,7 @@ def contributions(comparison: Comparison) -> list[Figure]:
     for index, case in enumerate(comparison.cases):
         members = [breakdown for breakdown in measured if breakdown.case == case]
         if members:
-            figures.append(_contributions(f"contribution-{index}", style.case_name(case), members))
+            figures.append(_contributions(f"contribution-{index}", case, members))
     return figures
 
 
@@ -60,8 +61,8 @@ def stream_gains(comparison: Comparison) -> list[Figure]:
     for gain in comparison.stream_gains:
         models.setdefault((gain.case.model, gain.case.device), []).append(gain)
     return [
-        _stream_gains(f"batches-{index}", ", ".join(model), gains, comparison.margin)
-        for index, (model, gains) in enumerate(models.items())
+        _stream_gains(f"batches-{index}", subject, gains, comparison.margin)
+        for index, (subject, gains) in enumerate(models.items())
     ]
 
 
@@ -71,7 +72,7 @@ def timelines(comparison: Comparison) -> list[Figure]:
     return [_timeline(f"streams-{index}", entry) for index, entry in enumerate(known)]
 
 
-def _contributions(name: str, title: str, breakdowns: Sequence[Breakdown]) -> Figure:
+def _contributions(name: str, case: Case, breakdowns: Sequence[Breakdown]) -> Figure:
     entries = [(_row_name(stage.stage, part.precision), stage) for part in breakdowns for stage in part.stages]
     rows = [row for row, _ in entries]
     bare: Spec = {"showticklabels": False, "showgrid": False, "zeroline": False, "fixedrange": True}
@@ -89,7 +90,7 @@ def _contributions(name: str, title: str, breakdowns: Sequence[Breakdown]) -> Fi
         "hovertext": [_explained(stage) for _, stage in entries],
     }  # fmt: skip
     narrow: Spec = {"offset": 0.06, "width": 0.4}
-    return Figure(name, title, [bars], style.height(rows, layout), narrow, style.names_above_rows(rows))
+    return Figure(name, case, [bars], style.height(rows, layout), narrow, style.names_above_rows(rows))
 
 
 def _row_name(stage: Stage, precision: str) -> str:
@@ -117,7 +118,7 @@ def _explained(stage: StageTime) -> str:
     return "<br>".join(lines)
 
 
-def _stream_gains(name: str, title: str, gains: Sequence[StreamGain], margin: float) -> Figure:
+def _stream_gains(name: str, subject: tuple[str, str], gains: Sequence[StreamGain], margin: float) -> Figure:
     batches = [str(batch) for batch in sorted({gain.case.batch for gain in gains})]
     variants = sorted({gain.variant for gain in gains}, key=order)
     sizes: Spec = {
@@ -132,7 +133,19 @@ def _stream_gains(name: str, title: str, gains: Sequence[StreamGain], margin: fl
     )
     traces = [_gain_line(variant, [gain for gain in gains if gain.variant == variant]) for variant in variants]
     layout |= style.legend(variants, columns=len(variants)) | {"scattermode": "group", "scattergap": 0.8}
-    return Figure(name, title, traces, layout)
+    return Figure(name, subject, traces, layout, remark=_where_gains_end(gains))
+
+
+def _where_gains_end(gains: Sequence[StreamGain]) -> str:
+    """For each precision with several batch sizes, the largest at which streams gain; empty without any."""
+    told = []
+    for precision in dict.fromkeys(gain.precision for gain in gains):
+        members = [gain for gain in gains if gain.precision == precision]
+        end, most = largest_gain(members), max(gain.case.batch for gain in members)
+        if len(members) < 2:
+            continue
+        told.append(f"{precision} {'nowhere faster' if end is None else f'faster up to batch {end} of {most}'}")
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _gain_line(variant: str, gains: Sequence[StreamGain]) -> Spec:
@@ -191,7 +204,7 @@ def _timeline(name: str, timeline: Timeline) -> Figure:
         "height": 190 + 46 * len(rows), "dragmode": False, "margin.t": 96, "xaxis.fixedrange": True,
     }  # fmt: skip
     thin: Spec = {"offset": 0.02, "width": 0.4}
-    return Figure(name, _title(timeline), traces, layout, thin, narrow, is_wide=True)
+    return Figure(name, timeline.case, traces, layout, thin, narrow, is_wide=True, remark=_remark(timeline))
 
 
 def _bars(kind: Kind, side: str, bars: Sequence[Bar]) -> Spec:
@@ -220,8 +233,8 @@ def _lines_between(rows: Sequence[str], num_sides: int) -> list[Spec]:
     ]  # fmt: skip
 
 
-def _title(timeline: Timeline) -> str:
-    name = f"{style.case_name(timeline.case)}: {label(timeline.variant)}, {precision_of(timeline.variant)}"
+def _remark(timeline: Timeline) -> str:
+    remark = f": {label(timeline.variant)}, {precision_of(timeline.variant)}"
     if timeline.shown_tasks == timeline.num_tasks:
-        return name
-    return f"{name} (only the {timeline.shown_tasks:,} longest of {timeline.num_tasks:,} tasks are drawn)"
+        return remark
+    return f"{remark} (only the {timeline.shown_tasks:,} longest of {timeline.num_tasks:,} tasks are drawn)"

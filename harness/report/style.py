@@ -16,19 +16,46 @@ INK = "#1f2328"
 FAINT_INK = "#9aa0a8"
 GRID = "#e4e6ea"
 BAND = "rgba(95,99,104,0.16)"
+HOVER = "#ffffff"
+HOVER_LINE = "#b6bbc2"
 
 _MARKS = {
-    "eager": ("#5f6368", "square"),
-    "compile": ("#009988", "diamond"),
-    "compile_reduce_overhead": ("#00594f", "diamond-tall"),
+    "eager": ("#5a5e65", "square"),
+    "compile": ("#00a08c", "diamond"),
+    "compile_reduce_overhead": ("#003f38", "diamond-tall"),
     "handcaptured": ("#4a9fd8", "circle"),
     "handcaptured_compile": ("#0055a4", "hexagon"),
-    "kitsune_dropin": ("#aa3377", "star-diamond"),
+    "kitsune_dropin": ("#b24d96", "star-diamond"),
     "kitsune_trainstep": ("#d9540b", "star"),
     "kitsune_trainstep_one_stream": ("#8a2f00", "star-triangle-up"),
     "kitsune_trainstep_unfused": ("#5c4400", "star-triangle-down"),
 }
 """Colour and symbol of a variant in any precision. Colours differ in lightness too, for readers who see few of them."""
+
+DARK = {
+    INK: "#e6e8eb",
+    FAINT_INK: "#868d96",
+    GRID: "#30353c",
+    BAND: "rgba(160,166,174,0.20)",
+    HOVER: "#22262c",
+    HOVER_LINE: "#565d66",
+    "#5a5e65": "#a0a5ab",
+    "#00a08c": "#7ff5e3",
+    "#003f38": "#14806f",
+    "#4a9fd8": "#8cc8f0",
+    "#0055a4": "#3f8fe0",
+    "#b24d96": "#d926a7",
+    "#d9540b": "#ff8a4c",
+    "#8a2f00": "#c06a3a",
+    "#5c4400": "#a08a4a",
+    "#8a6d00": "#c9a93a",
+    "#009988": "#3ccbb8",
+    "#e0a100": "#e0a100",
+    "#aa3377": "#e07fb4",
+    "#8c564b": "#c08a7d",
+    "#7d838c": "#9aa1ab",
+}
+"""What every colour of a chart becomes on a dark page."""
 
 _OTHER_MARK = ("#8a6d00", "cross")
 _DASHES = {"fp32": "solid", "tf32": "dot", "amp": "dash"}
@@ -78,15 +105,15 @@ def case_name(case: Case) -> str:
 def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: bool = False) -> Spec:
     """A layout on the page's own background, with its font, that scrolls under a finger instead of zooming."""
     return {
-        "xaxis": xaxis,
-        "yaxis": yaxis,
+        "xaxis": {"gridcolor": GRID, "zerolinecolor": GRID} | xaxis,
+        "yaxis": {"gridcolor": GRID, "zerolinecolor": GRID} | yaxis,
         "shapes": list(shapes),
         "showlegend": legend,
         "margin": {"l": 8, "r": 14, "t": 6, "b": 34},
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"align": "left", "bgcolor": "#ffffff", "bordercolor": "#b6bbc2", "font": {"color": INK}},
+        "hoverlabel": {"align": "left", "bgcolor": HOVER, "bordercolor": HOVER_LINE, "font": {"color": INK}},
         "dragmode": False,
         "barmode": "overlay",
         "hovermode": "closest",

@@ -65,6 +65,10 @@ _CPU_MICROSECONDS = {
     ("lenet", 64): {"eager_fp32": 8200, "kitsune_dropin_fp32": 8240, "kitsune_trainstep_fp32": 8010},
     ("resnet18", 8): {"eager_fp32": 301000, "kitsune_dropin_fp32": 300500, "kitsune_trainstep_fp32": 302000},
 }
+_LONG_VARIANTS = (
+    "eager_fp32", "eager_amp", "kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_trainstep_fp32",
+    "kitsune_trainstep_amp",
+)  # fmt: skip
 _MEMORY_MIB = {"mlp": 38, "lenet": 52, "resnet18": 746}
 _KITSUNE_BY_COMMIT = (1.22, 1.0, 1.0)
 """Kitsune's times as multiples of those above: the second commit made it faster."""
@@ -131,7 +135,7 @@ def profile_record(
     run: str, case: Mapping[str, object], variant: str, rng: random.Random, *, learns: bool = True
 ) -> dict[str, object]:
     on_gpu = case["device"] == "cuda"
-    mebibytes = _MEMORY_MIB[str(case["model"])] * (0.62 if variant.endswith("amp") else 1.0)
+    mebibytes = _MEMORY_MIB.get(str(case["model"]), 60) * (0.62 if variant.endswith("amp") else 1.0)
     mebibytes += 66 if variant.startswith(("handcaptured", "kitsune")) else 0
     setup = 0.4 + 17.0 * ("compile" in variant) + 0.9 * variant.startswith("handcaptured")
     setup += 3.1 * variant.startswith("kitsune")
@@ -245,3 +249,27 @@ def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:
             records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
             records += [profile_record(run, case, variant, rng) for variant in seconds]
         Store(root).append(CPU_MACHINE, commit, records)
+
+
+def write_long_history(root: Path, *, commits: int = 200, models: int = 50, seed: int = 2) -> None:
+    """Four of Kitsune's forms in each of many models at many commits, a tenth of the models slower from the middle on
+    and one in sixteen at the last commit; another driver after three quarters; profiles at the last commit alone.
+    """
+    rng = random.Random(seed)
+    simulator = Simulator(rng)
+    seconds = dict(zip(_LONG_VARIANTS, (1.3e-3, 1.4e-3, 4.3e-4, 4.5e-4, 1.2e-4, 1.1e-4), strict=True))
+    for index in range(commits):
+        run, is_last = f"long-{index}", index == commits - 1
+        facts = _GPU_FACTS | {"driver": "580.159.03" if index < 3 * commits // 4 else "590.44.01"}
+        started = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(hours=6 * index)
+        commit = f"{index:08x}" * 5
+        records = [run_record(run, commit, facts, started=started)]
+        for number in range(models):
+            case = case_fields(f"model{number:02}", 64, "cuda")
+            slowdown = 1.08 if number % 10 == 3 and index >= commits // 2 else 1.0
+            slowdown *= 1.15 if number % 16 == 5 and is_last else 1.0
+            times = {name: time * (slowdown if "kitsune" in name else 1.0) for name, time in seconds.items()}
+            records += [round_record(run, k, case, simulator.blocks(times, turns=3)) for k in range(3)]
+            if is_last:
+                records += [profile_record(run, case, variant, rng) for variant in times]
+        Store(root).append(GPU_MACHINE, commit, records)

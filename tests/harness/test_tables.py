@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from harness import tables
+from harness import formats, tables
 from harness.comparison import compare
 from harness.store import Store
 from harness.tables import Tone
@@ -21,3 +21,29 @@ def test_kitsune_stands_out_unless_something_is_switched_off() -> None:
     assert tables.variant_tone("kitsune_dropin_fp32") is Tone.STRONG
     assert tables.variant_tone("kitsune_trainstep_unfused_fp32") is Tone.FAINT
     assert tables.variant_tone("eager_fp32") is Tone.PLAIN
+
+
+def test_means_are_speed_ups_as_the_rows_are(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    for row, summary in zip(tables.summary_table(comparison).rows, comparison.summaries, strict=True):
+        assert row[3].text == formats.ratio_with_interval(summary.over_eager)
+        assert row[3].key == summary.over_eager.ratio > 1
+
+
+def test_rows_about_variants_have_their_subjects(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    for table in (tables.variant_table(comparison), tables.change_table(comparison), tables.sample_table(comparison)):
+        shown = table.on(tables.Medium.PAGE)
+        assert [(row[0].text, row[1].text) for row in shown.rows] == [
+            (subject.case.model, str(subject.case.batch)) for subject in shown.subjects
+        ]
+
+
+def test_commits_are_listed_with_what_changed_around_them(tmp_path: Path) -> None:
+    sample.write_long_history(tmp_path, commits=4, models=1)
+    comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    rows = tables.commit_table(comparison).rows
+    assert [row[0].text for row in rows] == [commit.short for commit in reversed(comparison.commits)]
+    assert [row[4].text for row in rows] == ["driver: 580.159.03 → 590.44.01", "", "", ""]

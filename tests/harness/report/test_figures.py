@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +7,11 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from harness import rows, tables
+from harness import rows
 from harness.comparison import compare
 from harness.report import figures, style
 from harness.report.figures import Figure
+from harness.report.history_tables import history_tables
 from harness.rows import Comparison, LevelChange
 from harness.stats import Estimate
 from harness.store import Store
@@ -45,7 +47,7 @@ def test_plotly_accepts_every_figure(
         checked = go.Figure(data=list(figure.traces), layout=figure.layout)
         for path, value in figure.narrow_layout.items():
             checked.update_layout({path.replace(".", "_"): value})
-        json.dumps(vars(figure), allow_nan=False)
+        json.dumps(figure.drawing(), allow_nan=False)
 
 
 def test_a_forest_plot_shows_the_tables_speedups(gpu: Comparison) -> None:
@@ -67,7 +69,7 @@ def test_kitsune_with_something_switched_off_is_in_no_comparison(
     draw: Callable[[Comparison], list[Figure]], gpu: Comparison
 ) -> None:
     assert any("unfused" in row.variant for row in gpu.rows)
-    described = json.dumps([vars(figure) for figure in draw(gpu)])
+    described = json.dumps([figure.drawing() for figure in draw(gpu)])
     assert "Kitsune TrainStep" in described
     assert "one stream" not in described
     assert "unfused" not in described
@@ -152,12 +154,30 @@ def test_a_change_of_level_is_a_line_in_the_colour_of_its_series(gpu: Comparison
     changed = replace(gpu, history=(replace(series, changes=(change,)),))
     (figure,) = figures.history(changed)
     line = figure.layout["shapes"][-1]
-    assert (line["x0"], line["x1"], line["line"]["color"]) == (first.short, first.short, style.colour(series.variant))
+    assert (line["x0"], line["x1"], line["line"]["color"]) == (2, 2, style.colour(series.variant))
 
 
 def test_of_a_long_history_the_last_commits_are_drawn(gpu: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "SHOWN_POINTS", 2)
     for figure in figures.history(gpu):
         assert all(len(trace["x"]) <= 2 for trace in figure.traces if trace["mode"] == "lines+markers")
-    shown = {row[0].text for row in tables.history_table(gpu).rows}
-    assert shown == {commit.short for commit in gpu.commits[-2:]}
+    shown = [row[0] for row in re.findall(r"<th scope=row>(\w+)((?:<td>[^<]+)+)", history_tables(gpu))]
+    assert set(shown) == {commit.short for commit in gpu.commits[-2:]}
+
+
+def test_a_change_of_the_environment_is_a_line_before_its_first_commit(tmp_path: Path) -> None:
+    sample.write_long_history(tmp_path, commits=4, models=1)
+    (figure,) = figures.history(compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path))
+    go.Figure(data=list(figure.traces), layout=figure.layout)
+    (line,) = [shape for shape in figure.layout["shapes"] if "label" in shape]  # type: ignore[attr-defined]
+    assert (line["x0"], line["x1"], line["label"]["text"]) == (2.5, 2.5, "driver")
+
+
+def test_a_chart_s_commits_are_those_of_its_case(tmp_path: Path) -> None:
+    """Another case may have been measured at others: its commits would be gaps."""
+    sample.write_gpu_history(tmp_path)
+    full = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    first = next(series for series in full.history if len(series.points) == 3)
+    kept = [replace(first, points=first.points[1:]), *(s for s in full.history if s.case != first.case)]
+    figure = figures.history(replace(full, history=tuple(kept)))[0]
+    assert figure.layout["xaxis"]["categoryarray"] == [commit.short for commit in full.commits[1:]]  # type: ignore[index]

@@ -1,0 +1,68 @@
+"""The numbers behind the page as files that lie in the page itself: links that need no scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from harness import render
+from harness.report.packing import compact, packed
+from harness.rows import Comparison
+from harness.stats import Estimate
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    meaning: str
+    content: str
+
+
+def downloads(comparison: Comparison) -> str:
+    """A list of links, each of which saves a file."""
+    return f"<ul>{''.join(map(_link, _files(comparison)))}</ul>"
+
+
+def _files(comparison: Comparison) -> Sequence[_File]:
+    document = json.loads(render.json_document(comparison))
+    return (
+        _File("comparison", "all rows, changes and verdicts, as --json writes them", compact(document)),
+        _File("samples", "seconds per step of every block of every round at the newer commit", _samples(comparison)),
+        _File("history", "time over eager's, with its interval, and seconds at every commit", _history(comparison)),
+    )
+
+
+def _samples(comparison: Comparison) -> str:
+    return compact(
+        [{"case": vars(entry.case), "variant": entry.variant, "rounds": entry.rounds} for entry in comparison.samples]
+    )
+
+
+def _history(comparison: Comparison) -> str:
+    return compact(
+        [
+            {
+                "case": vars(series.case),
+                "variant": series.variant,
+                "points": [
+                    {"commit": point.commit.sha, **_bounds(point.ratio), "seconds": point.seconds}
+                    for point in series.recent
+                ],
+            }
+            for series in comparison.history
+        ]
+    )
+
+
+def _bounds(ratio: Estimate) -> dict[str, float | None]:
+    low, high = (ratio.low, ratio.high) if ratio.has_interval else (None, None)
+    return {"ratio": ratio.ratio, "low": low, "high": high}
+
+
+def _link(file: _File) -> str:
+    address = f"data:application/gzip;base64,{packed(file.content)}"
+    return (
+        f'<li><a download="{file.name}.json.gz" href="{address}">{file.name}.json.gz</a>: {escape(file.meaning)}</li>'
+    )

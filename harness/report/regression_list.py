@@ -1,0 +1,77 @@
+"""What became worse, a card for each: by how much against what is allowed, since when, and how to measure it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from harness import formats
+from harness.metrics import samples_of
+from harness.names import label
+from harness.regressions import Regression
+from harness.report import markup, style
+from harness.stats import Estimate
+from harness.tables import Subject
+
+_WIDTH = 240
+_HEIGHT = 26
+
+
+def regression_list(found: Sequence[Regression]) -> str:
+    """The cards, or a sentence that there is nothing to list."""
+    if not found:
+        return '<p class="notice">None: nothing is worse by more than its margin, now or lastingly.</p>'
+    return f'<ol class="regressions">{"".join(map(_card, found))}</ol>'
+
+
+def _card(entry: Regression) -> str:
+    kind = f"{'level' if entry.is_level else 'regression'}-{entry.metric}"
+    if entry.is_level:
+        kind += f"-{entry.after.short}"
+    place = markup.identifier(kind, Subject(entry.case, entry.variant))
+    title = f"{style.case_name(entry.case)}: {label(entry.variant)}, {entry.precision}"
+    return (
+        f'<li id="{escape(place)}"{markup.models(entry.case.model)}><h3>{escape(title)}</h3>{_contrast(entry)}'
+        f"<p>{escape(_since(entry))}</p>{markup.command(entry.command)}</li>"
+    )
+
+
+def _contrast(entry: Regression) -> str:
+    if entry.ratio is None or entry.limit is None or entry.beyond is None:
+        return f'<p class="worse">no longer measured<small>{escape(entry.reason or "")}</small></p>'
+    allowed = f"{formats.percent_change(entry.limit)} allowed"
+    if entry.ratio.has_interval:
+        told = f"{formats.change(entry.ratio)} {entry.metric}"
+        beyond = f"{allowed}, so at least {100 * entry.beyond:.1f} points beyond it"
+    elif entry.p_value is not None:
+        told = f"{formats.percent_change(entry.ratio.ratio)} {entry.metric}, lasting"
+        beyond = f"{allowed}, and by chance with a probability of {entry.p_value:.2g}"
+    else:
+        told = f"{formats.change(entry.ratio, samples_of(entry.metric))} {entry.metric}"
+        beyond = f"{allowed}, so {100 * entry.beyond:.1f} points beyond it"
+    drawing = _drawing(entry.ratio, entry.limit)
+    return f'<p class="worse">{escape(told)}<small>{escape(beyond)}</small></p>{drawing}'
+
+
+def _since(entry: Regression) -> str:
+    begin = "after" if entry.is_level else "against"
+    return f"{formats.commit(entry.after)}, {begin} {formats.commit(entry.before)}"
+
+
+def _drawing(ratio: Estimate, limit: float) -> str:
+    """The interval of the change beside the band of what does not matter; readable without scripts."""
+    low, high = (ratio.low, ratio.high) if ratio.has_interval else (ratio.ratio, ratio.ratio)
+    least, most = min(1 / limit, low), max(high, limit)
+    room = 0.08 * (most - least)
+
+    def at(value: float) -> str:
+        return f"{_WIDTH * (value - least + room) / (most - least + 2 * room):.1f}"
+
+    middle = _HEIGHT / 2
+    band = f'<rect class="band" x="{at(1 / limit)}" y="0" width="{float(at(limit)) - float(at(1 / limit)):.1f}"'
+    return (
+        f'<svg class="contrast" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="the change beside its margin">'
+        f'{band} height="{_HEIGHT}"/><path class="none" d="M{at(1)} 0V{_HEIGHT}"/>'
+        f'<path class="interval" d="M{at(low)} {middle}H{at(high)}"/>'
+        f'<circle class="centre" cx="{at(ratio.ratio)}" cy="{middle}" r="4.5"/></svg>'
+    )

@@ -1,0 +1,64 @@
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+
+from harness.regressions import Regression
+from harness.report.regression_list import regression_list
+from harness.rows import Commit
+from harness.selection import Case
+from harness.stats import Estimate
+
+MEASURED = datetime(2026, 1, 1, tzinfo=timezone.utc)
+SLOWER = Regression(
+    case=Case("mlp-b8", "mlp", 8, "cuda"),
+    variant="kitsune_trainstep_amp",
+    precision="amp",
+    metric="time",
+    before=Commit("a" * 40, "Before & <all>", None, MEASURED),
+    after=Commit("b" * 40, None, None, MEASURED),
+    ratio=Estimate(1.12, 1.08, 1.16, 5, 35),
+    limit=1.03,
+    p_value=None,
+    reason=None,
+    command="python -m harness.run 'a<b'",
+)
+
+
+def test_an_interval_is_told_by_its_nearer_end() -> None:
+    told = regression_list([SLOWER])
+    assert "+12.0% [+8.0, +16.0] time<small>+3.0% allowed, so at least 5.0 points beyond it</small>" in told
+    assert '<code class="command">python -m harness.run &#x27;a&lt;b&#x27;</code>' in told
+    assert "bbbbbbbb, against aaaaaaaa Before &amp; &lt;all&gt;" in told
+    assert 'id="regression-time-mlp-b8-cuda-kitsune_trainstep_amp"' in told
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (
+            replace(SLOWER, metric="memory", ratio=Estimate(1.12, 0.0, float("inf"), 1, 1)),
+            "+12.0% (one run) memory<small>+3.0% allowed, so 9.0 points beyond it</small>",
+        ),
+        (
+            replace(SLOWER, ratio=Estimate(1.12, 0.0, float("inf"), 1, 0), limit=1.02, p_value=0.004),
+            "+12.0% time, lasting<small>+2.0% allowed, and by chance with a probability of 0.004</small>",
+        ),
+        (
+            replace(SLOWER, ratio=None, limit=None, reason="failed: <broke>"),
+            "no longer measured<small>failed: &lt;broke&gt;</small>",
+        ),
+    ],
+)
+def test_each_kind_says_what_it_rests_on(entry: Regression, words: str) -> None:
+    assert words in regression_list([entry])
+
+
+def test_a_level_says_after_which_commit() -> None:
+    level = replace(SLOWER, ratio=Estimate(1.12, 0.0, float("inf"), 1, 0), p_value=0.004)
+    assert "bbbbbbbb, after aaaaaaaa" in regression_list([level])
+    assert 'id="level-time-bbbbbbbb-mlp-b8-cuda-kitsune_trainstep_amp"' in regression_list([level])
+
+
+def test_nothing_is_said_too() -> None:
+    assert regression_list([]).startswith('<p class="notice">None')

@@ -1,0 +1,156 @@
+"""The page as its reader uses it: filters, one model, links to rows, commands, colours, print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.harness import sample
+from tests.harness.report.chromium import Visit, needs_chromium, written
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = needs_chromium
+
+LINK = "#row-lenet-b64-cuda-kitsune_trainstep_amp"
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, gpu_page: Path) -> Visit:
+    return Visit(browser, gpu_page, draw=None)
+
+
+@pytest.fixture
+def visit(opened: Visit) -> Iterator[Visit]:
+    """The same page in every test, each of which leaves it as it was: to open it takes longer than to use it."""
+    yield opened
+    assert opened.complaints == []
+    opened.page.emulate_media(media="screen", color_scheme="light")
+
+
+def test_charts_are_drawn_as_they_come_near_and_on_paper_all(visit: Visit) -> None:
+    heights = "all => all.map((chart) => chart.getBoundingClientRect().height)"
+    kept = visit.page.locator(".chart").evaluate_all(heights)
+    assert visit.page.locator(".chart .main-svg").count() == 0
+    visit.page.locator("#loss").scroll_into_view_if_needed()
+    visit.page.wait_for_selector("#loss-0 .main-svg")
+    assert visit.page.locator("#speedup-0 .main-svg").count() == 0
+    visit.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert visit.page.locator(".chart:not(:has(.main-svg))").count() == 0
+    assert visit.page.locator(".chart").evaluate_all(heights) == kept, "or what a link leads to would move away"
+    visit.page.emulate_media(media="print")
+    for control in ("nav", ".filter", ".copy", "td.again"):
+        assert visit.page.locator(f"{control}:visible").count() == 0
+
+
+def test_words_filter_the_rows_of_a_table(visit: Visit) -> None:
+    words = visit.page.locator("#variants .filter input")
+    words.fill("AMP trainstep")
+    assert visit.page.locator("#variants tbody tr:visible").count() == 9
+    assert visit.page.locator("#variants output").inner_text() == "9 of 53 rows"
+    words.fill("no such words")
+    assert visit.page.locator("#variants tbody tr:visible").count() == 0
+    words.fill("")
+    assert visit.page.locator("#variants tbody tr:visible").count() == 53
+    assert visit.page.locator("#changes tbody tr:visible").count() == 12, "each table has its own filter"
+
+
+def test_everything_follows_the_model_that_is_picked(visit: Visit) -> None:
+    everything = visit.sections()
+    visit.page.get_by_label("model").select_option("resnet18")
+    for table, rows in (("variants", 17), ("changes", 4), ("streams", 8)):
+        shown = visit.texts(f"#{table} tbody tr:visible")
+        assert len(shown) == rows
+        assert all(row.startswith("resnet18") for row in shown)
+    titles = visit.texts("figcaption:visible")
+    assert len(titles) == 9 + 2 + 2, "one of each kind, two of streams and of fusion"
+    assert all(title.startswith("resnet18") for title in titles)
+    assert set(everything) - set(visit.sections()) == {"regressions"}, "it was LeNet's"
+    assert visit.page.locator("nav a[href='#regressions']:visible").count() == 0
+    visit.page.locator("#variants .filter input").fill("amp")
+    assert visit.page.locator("#variants tbody tr:visible").count() == 8, "both filters hold"
+    assert visit.page.evaluate("window.location.hash") == "#model=resnet18"
+    visit.page.locator("#variants .filter input").fill("")
+    visit.page.get_by_label("model").select_option("all")
+    assert visit.sections() == everything
+    assert visit.page.evaluate("window.location.hash") == ""
+
+
+def test_a_link_to_a_row_shows_it_whatever_hides_it(visit: Visit) -> None:
+    visit.page.get_by_label("model").select_option("mlp")
+    visit.page.locator("#variants .filter input").fill("tf32")
+    visit.page.evaluate("link => { window.location.hash = link; }", LINK)
+    visit.page.wait_for_selector("tr:target")
+    assert visit.page.locator("tr:target").is_visible()
+    assert visit.page.get_by_label("model").input_value() == ""
+    visit.page.locator("#variants .filter input").fill("")
+
+
+def test_a_command_is_copied_by_the_keyboard_alone(visit: Visit) -> None:
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    row = visit.page.locator("#variants tbody tr").first
+    row.locator("summary").press("Enter")
+    row.locator(".copy").press("Enter")
+    visit.page.wait_for_function("() => document.querySelector('.copy:focus').textContent !== 'copy'")
+    command = row.locator(".command").inner_text()
+    assert command.startswith("python -m harness.run c05d61efc05d --profile full --case mlp-b64 --variant ")
+    assert visit.page.evaluate("window.getSelection().toString()").strip() == command
+    assert visit.page.evaluate("document.activeElement.textContent") in ("copied", "selected")
+
+
+def test_every_judged_row_has_its_command(visit: Visit) -> None:
+    for table, rows in (("changes", 12), ("variants", 53)):
+        commands = visit.page.locator(f"#{table} td.again .command").all_text_contents()
+        assert len(commands) == rows
+        assert all(text.startswith("python -m harness.run c05d61efc05d ") for text in commands)
+
+
+def test_a_regression_is_told_against_its_margin(visit: Visit) -> None:
+    card = visit.page.locator("#regressions li")
+    text = card.inner_text()
+    for part in ("lenet, batch 64, cuda: Kitsune TrainStep, amp", "+12.4% [+11.0, +13.9] time", "+3.0% allowed"):
+        assert part in text
+    assert card.locator(".command").inner_text().endswith("--variant handcaptured_amp --variant kitsune_trainstep_amp")
+    band, interval = (card.locator(part).bounding_box() for part in (".band", ".interval"))
+    assert band is not None
+    assert interval is not None
+    assert interval["x"] > band["x"] + band["width"]
+
+
+def test_charts_are_dark_on_a_dark_page_and_light_on_paper(visit: Visit) -> None:
+    visit.page.emulate_media(color_scheme="dark")
+    ink = "() => getComputedStyle(document.querySelector('#memory-0 .ytick text')).fill"
+    visit.page.wait_for_function(f"() => ({ink})() === 'rgb(230, 232, 235)'")
+    assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    visit.page.emulate_media(media="print")
+    visit.page.wait_for_function(f"() => ({ink})() === 'rgb(31, 35, 40)'")
+    assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_other_metrics_are_on_a_page_about_one_model(browser: Browser, tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    options = ("--model", "mlp", "--metric", "ratio", "--metric", "memory", "--metric", "setup")
+    visit = Visit(browser, written(tmp_path, tmp_path / "report.html", *options), draw=None)
+    assert visit.texts("#changes h3") == ["Setup, memory"]
+    assert visit.page.locator("#changes table").count() == 2
+    assert visit.page.locator("#model").count() == 0, "there is nothing to choose"
+    assert visit.complaints == []
+
+
+def test_links_to_a_row_and_to_a_model_survive_a_reload(visit: Visit) -> None:
+    near = "() => document.querySelector('tr:target')?.getBoundingClientRect().top < 900"
+    visit.page.evaluate("link => { window.location.hash = ''; window.location.hash = link; }", LINK)
+    visit.page.wait_for_function(near)
+    visit.page.reload()
+    visit.page.wait_for_function(near)
+    row = visit.page.locator("tr:target")
+    assert row.inner_text().split("\t")[3].splitlines()[0] == "Kitsune TrainStep"
+    assert row.locator("a").get_attribute("href") == LINK
+    visit.page.get_by_label("model").select_option("resnet18")
+    visit.page.reload()
+    assert visit.page.get_by_label("model").input_value() == "resnet18"
+    assert all(title.startswith("resnet18") for title in visit.texts("figcaption:visible"))
