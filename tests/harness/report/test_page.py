@@ -193,7 +193,8 @@ def test_the_header_says_what_this_is_and_how_it_ended(visit: Visit) -> None:
 
 @needs_chromium
 def test_a_phone_scrolls_down_only(browser: Browser, gpu_page: Path) -> None:
-    visit = Visit(browser, gpu_page, width=390)
+    kinds = ("speedup", "memory", "setup", "contribution", "batches", "streams", "history", "spread", "drift", "loss")
+    visit = Visit(browser, gpu_page, width=390, draw=", ".join(f"#{kind}-0" for kind in kinds))
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
     widths = visit.page.locator(".chart .main-svg").evaluate_all("all => all.map((svg) => svg.clientWidth)")
     assert max(widths) <= 390
@@ -333,3 +334,13 @@ def test_a_report_of_the_first_commit_alone(tmp_path: Path) -> None:
     assert 'id="changes"' not in page
     assert "no earlier commit is measured" in page
     assert "(one round)" in page
+
+
+def test_other_metrics_are_on_the_page_of_one_model(tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    options = ("--model", "mlp", "--metric", "ratio", "--metric", "memory", "--metric", "setup")
+    page = written(tmp_path, tmp_path / "report.html", *options).read_text(encoding="utf-8")
+    changes = page[page.index('<section id="changes">') : page.index('<section id="variants">')]
+    assert "<h3>Setup, memory</h3>" in changes
+    assert changes.count("<table ") == 2
+    assert '<select id="model">' not in page, "there is nothing to choose"

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.harness import sample
-from tests.harness.report.chromium import Visit, needs_chromium, written
+from tests.harness.report.chromium import Visit, needs_chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -32,13 +31,25 @@ def visit(opened: Visit) -> Iterator[Visit]:
     opened.page.emulate_media(media="screen", color_scheme="light")
 
 
+def test_charts_are_dark_on_a_dark_page_and_light_on_paper(visit: Visit) -> None:
+    visit.page.emulate_media(color_scheme="dark")
+    visit.page.locator("#memory").scroll_into_view_if_needed()
+    visit.page.wait_for_selector("#memory-0 .main-svg")
+    ink = "() => getComputedStyle(document.querySelector('#memory-0 .ytick text')).fill"
+    visit.page.wait_for_function(f"() => ({ink})() === 'rgb(230, 232, 235)'")
+    assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+    visit.page.emulate_media(media="print")
+    visit.page.wait_for_function(f"() => ({ink})() === 'rgb(31, 35, 40)'")
+    assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
 def test_charts_are_drawn_as_they_come_near_and_on_paper_all(visit: Visit) -> None:
     heights = "all => all.map((chart) => chart.getBoundingClientRect().height)"
     kept = visit.page.locator(".chart").evaluate_all(heights)
-    assert visit.page.locator(".chart .main-svg").count() == 0
+    assert visit.page.locator("#loss .main-svg").count() == 0
     visit.page.locator("#loss").scroll_into_view_if_needed()
     visit.page.wait_for_selector("#loss-0 .main-svg")
-    assert visit.page.locator("#speedup-0 .main-svg").count() == 0
+    assert visit.page.locator("#history .main-svg").count() == 0
     visit.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
     assert visit.page.locator(".chart:not(:has(.main-svg))").count() == 0
     assert visit.page.locator(".chart").evaluate_all(heights) == kept, "or what a link leads to would move away"
@@ -121,26 +132,7 @@ def test_a_regression_is_told_against_its_margin(visit: Visit) -> None:
     assert interval["x"] > band["x"] + band["width"]
 
 
-def test_charts_are_dark_on_a_dark_page_and_light_on_paper(visit: Visit) -> None:
-    visit.page.emulate_media(color_scheme="dark")
-    ink = "() => getComputedStyle(document.querySelector('#memory-0 .ytick text')).fill"
-    visit.page.wait_for_function(f"() => ({ink})() === 'rgb(230, 232, 235)'")
-    assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
-    visit.page.emulate_media(media="print")
-    visit.page.wait_for_function(f"() => ({ink})() === 'rgb(31, 35, 40)'")
-    assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-
-
-def test_other_metrics_are_on_a_page_about_one_model(browser: Browser, tmp_path: Path) -> None:
-    sample.write_cpu_history(tmp_path)
-    options = ("--model", "mlp", "--metric", "ratio", "--metric", "memory", "--metric", "setup")
-    visit = Visit(browser, written(tmp_path, tmp_path / "report.html", *options), draw=None)
-    assert visit.texts("#changes h3") == ["Setup, memory"]
-    assert visit.page.locator("#changes table").count() == 2
-    assert visit.page.locator("#model").count() == 0, "there is nothing to choose"
-    assert visit.complaints == []
-
-
+@pytest.mark.slow
 def test_links_to_a_row_and_to_a_model_survive_a_reload(visit: Visit) -> None:
     near = "() => document.querySelector('tr:target')?.getBoundingClientRect().top < 900"
     visit.page.evaluate("link => { window.location.hash = ''; window.location.hash = link; }", LINK)
