@@ -1,7 +1,9 @@
 """What the tests of kitsune share: one thread, nothing left over from test to test, readable reports of failures."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,12 +97,23 @@ def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[Non
     assert any(taken) == (request.node.callspec.params.get("form", "train_step") == "train_step")
 
 
+_MOST_CASES = {"kernels": 2, "fusion": 2, "passes": 2}
+"""Of each test, by directory; of those elsewhere six. Operators are interpreted on the CPU, which is slow."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the CPU, one form in one precision is enough of the largest model, and one stream of the others."""
+    """Of a test of many cases, the first ones are enough on the CPU; the others are for long runs, and for GPUs."""
+    counts = Counter[tuple[Path, str]]()
     for item in items:
-        if item.path.name != "test_parity.py" or "[cpu-" not in item.name:
+        if torch.cuda.is_available() or item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
             continue
-        of_largest = "cpu-resnet18" in item.name and not item.name.endswith("fp32-train_step]")
-        if of_largest or item.name.endswith("streams]"):
+        test = item.path, item.name.partition("[")[0]
+        counts[test] += 1
+        if item.path.name == "test_parity.py":
+            is_long = "cpu-resnet18" in item.name and not item.name.endswith("fp32-train_step]")
+            is_long |= item.name.endswith(("streams]", "fused]"))
+        else:
+            is_long = counts[test] > _MOST_CASES.get(item.path.parent.name, 6)
+        if is_long:
             item.add_marker(pytest.mark.slow)
