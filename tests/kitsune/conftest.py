@@ -106,10 +106,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test of many cases, the first ones are enough on the CPU; the others are for long runs, and for GPUs."""
     counts = Counter[tuple[Path, str]]()
     for item in items:
-        if torch.cuda.is_available() or item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+        is_ours = item.path.is_relative_to(Path(__file__).parent)
+        if not is_ours or torch.cuda.is_available() or item.get_closest_marker("gpu"):
             continue
         test = item.path, item.name.partition("[")[0]
-        counts[test] += 1
+        counts[test] += item.get_closest_marker("slow") is None
         if item.path.name == "test_parity.py":
             is_long = "cpu-resnet18" in item.name and not item.name.endswith("fp32-train_step]")
             is_long |= item.name.endswith(("streams]", "fused]"))
