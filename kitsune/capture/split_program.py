@@ -139,13 +139,7 @@ def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
     parts = _partition(joint, num_inputs, num_outputs)
     if dataflow.written_inputs(parts.forward.graph).keys() != dataflow.written_inputs(program.forward.graph).keys():
         raise RefusedError(Refusal("a buffer would be written by the backward pass"))
-    return replace(
-        program,
-        joint=joint,
-        forward=parts.forward,
-        backward=parts.backward,
-        is_rewritten=True,
-    )
+    return replace(program, joint=joint, forward=parts.forward, backward=parts.backward, is_rewritten=True)
 
 
 def _keep_strides(graph: fx.Graph, before: fx.Graph) -> None:
@@ -171,12 +165,15 @@ def _copy_further_inputs(graph: fx.Graph, num_inputs: int, saved_inputs: Sequenc
         for storage in dataflow.storages(node)
     }
     depends = _dependence(graph, places[num_inputs:])
+    order = {node: place for place, node in enumerate(graph.nodes)}
     late = [node for node in graph.nodes if node in depends and node.op == "call_function"]
     read = dict.fromkeys(argument for node in late for argument in node.all_input_nodes if argument not in depends)
-    for value_read in read:
-        if not dataflow.storages(value_read).isdisjoint(further):
-            copy = _call_before(late[0], torch.ops.aten.clone.default, (value_read,))
-            value_read.replace_all_uses_with(copy, delete_user_cb=lambda user: user in depends)
+    for one in read:
+        if not dataflow.storages(one).isdisjoint(further):
+            # At the end of the forward pass; a view may have been taken only then. No input is written any later.
+            place = late[0] if order[one] < order[late[0]] else one.next
+            copy = _call_before(place, torch.ops.aten.clone.default, (one,))
+            one.replace_all_uses_with(copy, delete_user_cb=lambda user: user in depends)
 
 
 def _call_before(place: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...]) -> fx.Node:
@@ -222,10 +219,8 @@ def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Par
             readers[argument] = readers.get(argument, frozenset()) | depends.get(node, frozenset())
     of_saved = [readers.get(node, frozenset()) for node in saved]
     of_inputs = []
-    for place in (inputs[index] for index in saved_inputs):
-        seen = [
-            of for node, of in zip(saved, of_saved, strict=True) if dataflow.storages(node) & dataflow.storages(place)
-        ]
+    for memory in (dataflow.storages(inputs[index]) for index in saved_inputs):
+        seen = [of for node, of in zip(saved, of_saved, strict=True) if dataflow.storages(node) & memory]
         of_inputs.append(frozenset[int]().union(*seen))
     return _Parts(forward, backward, grads_depend, saved_inputs, (*of_saved, *of_inputs))
 

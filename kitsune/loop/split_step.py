@@ -66,7 +66,7 @@ class SplitStep(GuardedStep):
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
         self._autocast: torch.dtype | None = None  # what autocast computes in during the latest backward pass
         self._seen_autocast: tuple[torch.dtype | None, ...] = ()  # the same of an eager one, once there was one
-        self._has_moved = False  # into autocast or out of it, since the capture
+        self._has_moved = False  # into autocast or out of it, after a capture
 
     @property
     def executor(self) -> str | None:

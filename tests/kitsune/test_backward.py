@@ -96,9 +96,7 @@ def same(device: str, model: Callable[[], nn.Module], loop: Callable[..., Tensor
         partial(on, device, model),
         loop=loop,
         batches=partial(batch, device=device),
-        steps=8,
-        **tolerance,
-        **options,
+        **{"steps": 8, **tolerance, **options},
     )
 
 
@@ -355,3 +353,20 @@ def test_parts_that_share_nodes_without_values(device: str) -> None:
         losses[1].backward()
 
     same(device, Shared, lambda training, x, y: trained(training, backward, x, y))
+
+
+def test_backward_is_moved_again_and_again(device: str) -> None:
+    """Of two moves one may meet a capture of another precision; then nothing is replayed any more."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        count = training.memo["count"] = training.memo.get("count", 0) + 1
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x), y)
+        with autocast(device, count // 4 % 2 == 1):
+            loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = same(device, small, loop, steps=20, replays=4)
+    assert training.status().mode == "eager"
+    assert "inside of autocast at times" in training.status().reason

@@ -360,7 +360,8 @@ def test_a_checkpoint_around_the_model() -> None:
         training.optimizer.step()
         return loss.detach()
 
-    compare("drop_in", lambda: (model := Net(dropout=0.5), adam(model)), loop=loop, steps=8, replays=0)
+    training = compare("drop_in", lambda: (model := Net(dropout=0.5), adam(model)), loop=loop, steps=8, replays=0)
+    assert training.status().refusals, training.status()
 
 
 @pytest.mark.usefixtures("short_way")

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitsune.capture import split_program
 from kitsune.capture.split_program import SplitProgram, trace_split
+from kitsune.capture.trace import trace
 from kitsune.errors import RefusedError
 from kitsune.graph import dataflow
 from tests.kitsune.capture.graphs import flat_graph
@@ -214,3 +216,22 @@ def test_autocast_around_the_call_is_part_of_the_programs() -> None:
         torch.testing.assert_close(grad, wanted[id(flat[place])], rtol=1e-2, atol=1e-3)
         assert grad is not None
         assert grad.dtype is torch.float32
+
+
+def test_further_inputs_are_copied_where_the_forward_pass_ends() -> None:
+    """Also those of which a view is taken in the midst of the backward pass."""
+
+    def joint(x: Tensor, shift: Tensor, tangent: Tensor) -> list[Tensor]:
+        doubled = tangent * 2
+        return [x + shift, doubled * shift.view(1, 4)]
+
+    x, shift, tangent = torch.randn(3, 4), torch.randn(4), torch.randn(3, 4)
+    module = trace(joint, [x, shift, tangent])
+    split_program._copy_further_inputs(module.graph, 2, ())
+    parts = split_program._partition(module, 2, 1)
+    expected = joint(x, shift, tangent)
+    output, *saved = parts.forward(x, shift)
+    shift.zero_()
+    (grad,) = parts.backward(*saved, tangent)
+    assert torch.equal(output, expected[0])
+    assert torch.equal(grad, expected[1])
