@@ -125,6 +125,11 @@ def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
     return None
 
 
+def is_reduced() -> bool:
+    """Whether a `DistributedDataParallel` is calling its module at present."""
+    return DistributedDataParallel._active_ddp_module is not None  # Dynamo's own way to know
+
+
 class Interceptor:
     """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
     Kitsune's own."""

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from kitsune.capture.following import unfollowed
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import refuse_closure
-from kitsune.capture.watch import refuse_function_modes, refuse_module, refuse_reducer
+from kitsune.capture.watch import is_reduced, refuse_function_modes, refuse_module, refuse_reducer
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, refuse_fusion, synchronize
 from kitsune.errors import Refusal, RefusedError
@@ -83,6 +83,10 @@ class DropInLoop:
             self._log.add(refusal)
             self._refusals[id(wrapper.module)] = refusal
 
+    def _is_wrapped_late(self, module: torch.nn.Module) -> bool:
+        """Whether `module` is being called by a wrapper that was not there at its first call."""
+        return is_reduced() and id(module) not in self._reduced
+
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
         output = self._repeat(module, args, kwargs)
@@ -91,6 +95,11 @@ class DropInLoop:
         eager = self._calls[id(module)]
         args, kwargs = unfollowed(args), unfollowed(kwargs)
         if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return eager(args, kwargs)
+        if self._is_wrapped_late(module):
+            self._log.add(
+                RefusedError(Refusal("the model was called before a DistributedDataParallel wrapped it"), passing=True)
+            )
             return eager(args, kwargs)
         if (mode := refuse_function_modes()) is not None:
             self._log.add(RefusedError(mode, passing=True))
@@ -119,6 +128,8 @@ class DropInLoop:
         """Answers a call that goes on as the latest did; None, with nothing done, where that has to be looked at."""
         step = self._latest
         if step is None or step.module is not module or self._is_paused or torch.compiler.is_compiling():
+            return None
+        if self._is_wrapped_late(module):
             return None
         if step.verified < self._config.verify or not step.chooser.settled or step.chooser.refusal is not None:
             return None

@@ -59,7 +59,7 @@ def test_it_trains_as_plain_pytorch_does(name: str, ranks: list[dict[str, Found]
             torch.testing.assert_close(one, other, **tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in (*REFUSED, "wrapped after some steps")])
 def test_it_is_replayed(name: str, ranks: list[dict[str, Found]]) -> None:
     """Also on one rank alone: it makes no difference to the others."""
     replays = [rank[name][2]["replays"] for rank in ranks]
@@ -74,6 +74,13 @@ def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dic
         status = rank[name][2]
         assert status["replays"] == 0
         assert reason in status["reason"]
+
+
+def test_what_is_wrapped_late_says_so(ranks: list[dict[str, Found]]) -> None:
+    for rank in ranks:
+        status = rank["wrapped after some steps"][2]
+        assert 0 < status["replays"] < 5
+        assert any("before a DistributedDataParallel wrapped it" in refusal for refusal in status["refusals"])
 
 
 def test_a_whole_step_is_left_to_pytorch(tmp_path: Path) -> None:

@@ -207,6 +207,17 @@ def uneven_inputs(run: Run) -> None:
 
 
 @scenario
+def wrapped_after_some_steps(run: Run) -> None:
+    """It may look at autograd's graph, in which a replay is one node."""
+    run.build(wrap=False)
+    for index in range(5):
+        run.step(index)
+    run.model = DistributedDataParallel(run.model, find_unused_parameters=True)
+    for index in range(5, STEPS):
+        run.step(index)
+
+
+@scenario
 def unused_parameters_are_looked_for(run: Run) -> None:
     run.build(find_unused_parameters=True)
     for index in range(STEPS):
