@@ -76,6 +76,7 @@ def _sums(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> tl.tuple:
     """Over the rows from `begin` to `end`: of the gradients, and of these times each centered input.
 
@@ -84,7 +85,7 @@ def _sums(
     sums = tl.zeros((block_rows, block_channels), tl.float32)
     sums_a = tl.zeros((block_rows, block_channels), tl.float32)
     sums_b = tl.zeros((block_rows, block_channels), tl.float32)
-    for tile in range(tl.cdiv(end - begin, block_rows)):
+    for tile in tl.range(tl.cdiv(end - begin, block_rows), num_stages=loads_ahead):
         start = begin + tile * block_rows
         grad, centered_a, centered_b = _gradient_tile(
             grad_y, added, y, a, values_a, b, values_b,
@@ -133,13 +134,14 @@ def _store_gradients(
     relu: tl.constexpr,
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     _, invstd_a, scale_a, _ = values_a
     _, invstd_b, scale_b, _ = values_b
     mean_grad = grad_bias / rows.to(tl.float32)
     slope_a = grad_weight_a * invstd_a / rows.to(tl.float32)
     slope_b = grad_weight_b * invstd_b / rows.to(tl.float32)
-    for tile in range(tl.cdiv(end - begin, block_rows)):
+    for tile in tl.range(tl.cdiv(end - begin, block_rows), num_stages=loads_ahead):
         start = begin + tile * block_rows
         grad, centered_a, centered_b = _gradient_tile(
             grad_y, added, y, a, values_a, b, values_b,
@@ -204,6 +206,7 @@ def partial_sums(
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
     block_partials: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     """There is a counter for each block of channels."""
     part, num_partials = tl.program_id(0), tl.num_programs(0)
@@ -216,7 +219,7 @@ def partial_sums(
         values_b = known_values(b, channels, num_channels, block_channels)
     sums, sums_a, sums_b = _sums(
         grad_y, added, y, kept, a, values_a, b, values_b,
-        begin, end, channels, num_channels, spatial, relu, channels_last, block_rows, block_channels,
+        begin, end, channels, num_channels, spatial, relu, channels_last, block_rows, block_channels, loads_ahead,
     )  # fmt: skip
     mask = channels < num_channels
     at = partials + part * num_channels + channels
@@ -250,6 +253,7 @@ def apply_gradients(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     begin = tl.program_id(0) * rows_a_program
     end = tl.minimum(begin + rows_a_program, rows)
@@ -265,7 +269,7 @@ def apply_gradients(
         grad_weight_b = tl.load(grads_b[1] + channels, mask, other=0.0)
     _store_gradients(
         grad_y, None, y, None, a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,
-        rows, begin, end, channels, num_channels, spatial, relu, channels_last, block_rows,
+        rows, begin, end, channels, num_channels, spatial, relu, channels_last, block_rows, loads_ahead,
     )  # fmt: skip
 
 
@@ -286,6 +290,7 @@ def backward_in_one(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     begin = tl.program_id(0) * block_rows  # 0, and to the compiler a multiple: else it would not read vectors
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
@@ -295,7 +300,7 @@ def backward_in_one(
         values_b = known_values(b, channels, num_channels, block_channels)
     grad_bias, sums_a, sums_b = _sums(
         grad_y, added, y, None, a, values_a, b, values_b,
-        begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows, block_channels,
+        begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows, block_channels, loads_ahead,
     )  # fmt: skip
     grad_weight_a = sums_a * values_a[1]
     grad_weight_b = sums_b * values_b[1]
@@ -305,5 +310,5 @@ def backward_in_one(
     _store_gradients(
         grad_y, added, y, grad_residual,
         a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,
-        rows, begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows,
+        rows, begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows, loads_ahead,
     )  # fmt: skip

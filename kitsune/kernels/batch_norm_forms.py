@@ -11,21 +11,23 @@ from kitsune.kernels.batch_norm import Layout
 _TILES_A_PROGRAM = 4  # where nothing is summed
 _MOST_ROWS_OF_ONE_PROGRAM = 2**15  # with more, one program a block of channels takes too long
 _MOST_PARTIALS = 1024
-# Merging more would take more registers than summing does, so that fewer programs would run at a time.
-_MERGED_AT_ONCE = 2**10
+_MERGED_AT_ONCE = 2**12
+_AHEAD = 3  # of each of up to five tensors; in float32 that is more shared memory than small devices have
 
 
 class Form(NamedTuple):
     """A tile is `block_rows` times `block_channels` values.
 
     Sums over rows are made by up to `num_partials` programs for each block of channels; the last one to end adds up
-    their partial sums. With 1 partial one program for each block of channels does all in one launch.
+    their partial sums. With 1 partial one program for each block of channels does all in one launch. While a program
+    computes a tile it loads the next ones, up to `loads_ahead` of them; with 1 it waits for each.
     """
 
     block_rows: int
     block_channels: int
     num_warps: int
     num_partials: int
+    loads_ahead: int = 1
 
 
 class Split(NamedTuple):
@@ -56,28 +58,52 @@ def split(form: Form, layout: Layout) -> Split:
 def forms(layout: Layout, num_processors: int) -> tuple[Form, ...]:
     """At most twelve, for a device of so many multiprocessors; the first is a fair choice for most shapes."""
     found = []
-    for block_rows, block_channels, num_warps in _tiles(layout, one_launch=False):
+    for block_rows, block_channels, num_warps, programs_a_processor, ahead in _two_launches(layout):
         blocks = _cdiv(layout.rows, block_rows), _cdiv(layout.channels, block_channels)
-        for programs_a_processor in (4, 8):
-            wanted = programs_a_processor * num_processors // blocks[1]
-            num_partials = max(2, min(wanted, blocks[0], _MOST_PARTIALS))
-            found.append(Form(block_rows, block_channels, num_warps, num_partials))
+        wanted = programs_a_processor * num_processors // blocks[1]
+        num_partials = max(2, min(wanted, blocks[0], _MOST_PARTIALS))
+        found.append(Form(block_rows, block_channels, num_warps, num_partials, ahead))
     if layout.rows <= _MOST_ROWS_OF_ONE_PROGRAM:
-        for block_rows, block_channels, num_warps in _tiles(layout, one_launch=True):
-            found.append(Form(min(block_rows, _power_of_2(layout.rows)), block_channels, num_warps, 1))
+        for block_rows, block_channels, num_warps, ahead in _one_launch(layout):
+            found.append(Form(min(block_rows, _power_of_2(layout.rows)), block_channels, num_warps, 1, ahead))
     return tuple(dict.fromkeys(found))
 
 
-def _tiles(layout: Layout, *, one_launch: bool) -> Iterator[tuple[int, int, int]]:
-    """Rows, channels and warps. Where channels come last, threads read along them, else along the rows."""
-    tiles: tuple[tuple[int, int, int], ...] = ((2048, 1, 4), (4096, 1, 8), (512, 4, 4))
-    if layout.channels_last and one_launch:
-        tiles = ((128, 16, 4), (256, 16, 8), (128, 32, 8), (64, 64, 8))
-    elif layout.channels_last:
-        tiles = ((32, 64, 4), (64, 64, 4), (32, 128, 4), (64, 32, 4))
-    for block_rows, block_channels, num_warps in tiles:
-        fewer = min(block_channels, _power_of_2(layout.channels))
-        yield block_rows * block_channels // fewer, fewer, num_warps
+# Rows, channels and warps of a tile. Where channels come last, threads read along them, else along the rows.
+
+_CHANNELS_FIRST: tuple[tuple[int, int, int], ...] = ((2048, 1, 4), (4096, 1, 8), (512, 4, 4))
+
+
+def _two_launches(layout: Layout) -> Iterator[tuple[int, int, int, int, int]]:
+    """A tile, how many programs a multiprocessor gets, and how many loads are ahead."""
+    ahead: tuple[tuple[int, int, int], ...] = ()
+    waiting = _CHANNELS_FIRST
+    if layout.channels_last:
+        ahead, waiting = ((64, 64, 4), (64, 32, 4), (32, 64, 4)), ((64, 32, 4),)
+    for tile in ahead:
+        for programs_a_processor in (2, 1):
+            yield *_within(tile, layout), programs_a_processor, _AHEAD
+    for tile in waiting:
+        for programs_a_processor in (4, 8):
+            yield *_within(tile, layout), programs_a_processor, 1
+
+
+def _one_launch(layout: Layout) -> Iterator[tuple[int, int, int, int]]:
+    """A tile, and how many loads are ahead."""
+    if layout.channels_last:
+        for tile in ((128, 16, 4), (256, 16, 8), (128, 32, 8)):
+            yield *_within(tile, layout), _AHEAD
+        yield *_within((64, 64, 8), layout), 1
+    else:
+        for tile in _CHANNELS_FIRST:
+            yield *_within(tile, layout), 1
+
+
+def _within(tile: tuple[int, int, int], layout: Layout) -> tuple[int, int, int]:
+    """A tile as large, of no more channels than there are."""
+    block_rows, block_channels, num_warps = tile
+    fewer = min(block_channels, _power_of_2(layout.channels))
+    return block_rows * block_channels // fewer, fewer, num_warps
 
 
 def _cdiv(number: int, divisor: int) -> int:

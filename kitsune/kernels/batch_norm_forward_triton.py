@@ -103,6 +103,7 @@ def _statistics(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> tl.tuple:
     """The mean and the sum of squared deviations of each channel over the rows from `begin` to `end`."""
     at = addresses(x, begin, channels, num_channels, spatial, channels_last, block_rows)
@@ -111,7 +112,7 @@ def _statistics(
     shift = first / tl.minimum(end - begin, block_rows).to(tl.float32)
     sums = tl.zeros((block_rows, block_channels), tl.float32)
     squares = tl.zeros((block_rows, block_channels), tl.float32)
-    for tile in range(tl.cdiv(end - begin, block_rows)):
+    for tile in tl.range(tl.cdiv(end - begin, block_rows), num_stages=loads_ahead):
         start = begin + tile * block_rows
         valid = valid_in(start, end, channels, num_channels, block_rows)
         at = addresses(x, start, channels, num_channels, spatial, channels_last, block_rows)
@@ -226,6 +227,7 @@ def partial_statistics(
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
     block_partials: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     """The third axis of the grid is that of the normalizations; each has a counter for each block of channels."""
     part, num_partials = tl.program_id(0), tl.num_programs(0)
@@ -236,16 +238,34 @@ def partial_statistics(
     branch = tl.program_id(2)
     if b is None:
         mean, m2 = _statistics(
-            a[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
+            a[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
         )
     else:
         if branch == 0:
             mean, m2 = _statistics(
-                a[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
+                a[0],
+                begin,
+                end,
+                channels,
+                num_channels,
+                spatial,
+                channels_last,
+                block_rows,
+                block_channels,
+                loads_ahead,
             )
         else:
             mean, m2 = _statistics(
-                b[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels
+                b[0],
+                begin,
+                end,
+                channels,
+                num_channels,
+                spatial,
+                channels_last,
+                block_rows,
+                block_channels,
+                loads_ahead,
             )
     partials += 2 * num_partials * branch * num_channels
     tl.store(partials + part * num_channels + channels, mean, mask)
@@ -282,8 +302,9 @@ def _store_results(
     relu: tl.constexpr,
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
-    for tile in range(tl.cdiv(end - begin, block_rows)):
+    for tile in tl.range(tl.cdiv(end - begin, block_rows), num_stages=loads_ahead):
         start = begin + tile * block_rows
         valid = valid_in(start, end, channels, num_channels, block_rows)
         at = addresses(a[0], start, channels, num_channels, spatial, channels_last, block_rows)
@@ -314,6 +335,7 @@ def apply(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     begin = tl.program_id(0) * rows_a_program
     end = tl.minimum(begin + rows_a_program, rows)
@@ -324,7 +346,7 @@ def apply(
         values_b = known_values(b, channels, num_channels, block_channels)
     _store_results(
         y, residual, a, values_a, b, values_b,
-        begin, end, channels, num_channels, spatial, relu, channels_last, block_rows,
+        begin, end, channels, num_channels, spatial, relu, channels_last, block_rows, loads_ahead,
     )  # fmt: skip
 
 
@@ -343,22 +365,23 @@ def forward_in_one(
     channels_last: tl.constexpr,
     block_rows: tl.constexpr,
     block_channels: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     begin = tl.program_id(0) * block_rows  # 0, and to the compiler a multiple: else it would not read vectors
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     mean, m2 = _statistics(
-        a[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels
+        a[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
     )
     invstd = _finished(a, training_a, mean, m2, rows, channels, num_channels)
     values_a = values_of(a, mean, invstd, channels, num_channels, block_channels)
     values_b = values_a
     if b is not None:
         mean, m2 = _statistics(
-            b[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels
+            b[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
         )
         invstd = _finished(b, training_b, mean, m2, rows, channels, num_channels)
         values_b = values_of(b, mean, invstd, channels, num_channels, block_channels)
     _store_results(
         y, residual, a, values_a, b, values_b,
-        begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows,
+        begin, rows, channels, num_channels, spatial, relu, channels_last, block_rows, loads_ahead,
     )  # fmt: skip

@@ -275,6 +275,7 @@ def _tile(form: Form, layout: Layout) -> dict[str, int]:
         "block_rows": form.block_rows,
         "block_channels": form.block_channels,
         "num_warps": form.num_warps,
+        "loads_ahead": form.loads_ahead,
     }
 
 

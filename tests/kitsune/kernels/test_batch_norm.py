@@ -26,11 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = [
     # shape, channels last, form
     ((5, 3), False, Form(8, 4, 4, 1)),
-    ((11, 9), False, Form(4, 8, 4, 2)),
+    ((11, 9), False, Form(4, 8, 4, 2, 3)),
     ((2, 1, 3, 3), True, Form(8, 1, 4, 2)),
-    ((3, 6, 5, 4), True, Form(16, 8, 4, 2)),
-    ((3, 6, 5, 4), True, Form(32, 4, 4, 1)),
-    ((2, 5, 3, 3), False, Form(8, 4, 4, 2)),
+    ((3, 6, 5, 4), True, Form(16, 8, 4, 2, 3)),
+    ((3, 6, 5, 4), True, Form(32, 4, 4, 1, 3)),
+    ((2, 5, 3, 3), False, Form(8, 4, 4, 2, 2)),
     ((2, 3, 4, 4), False, Form(8, 4, 4, 1)),
     ((2, 3, 2, 3, 2), True, Form(8, 4, 4, 2)),
     ((4, 5, 3), False, Form(16, 8, 4, 1)),
@@ -558,7 +558,7 @@ def launch_sums_of_gradients() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine("cpu", batch_norm_triton, patch)
-        for case in (((8, 64, 16, 16), True, Form(32, 64, 4, 64)), IN_ONE, CONTIGUOUS):
+        for case in (((8, 64, 16, 16), True, Form(32, 64, 4, 64, 3)), IN_ONE, CONTIGUOUS):
             machine.use(case[2])
             one, other = (Norm(case, torch.bfloat16, "cpu", seed).grad_y for seed in (2, 3))
             for backward in backwards(machine, case, torch.bfloat16).values():
@@ -590,7 +590,7 @@ def test_the_last_program_misses_nothing(shape: tuple[int, ...], monkeypatch: py
     launches = pytest.importorskip("kitsune.kernels.batch_norm_triton", reason="Triton is not installed")
     machine = Machine("cuda", launches, monkeypatch)
     norms = pair(machine, (shape, True, IN_ONE[2]))
-    for form in (Form(32, 64, 4, 1024), Form(64, 32, 4, 264), Form(32, 32, 4, 40)):
+    for form in (Form(32, 64, 4, 1024), Form(64, 32, 4, 264, 3), Form(32, 32, 4, 40, 3)):
         machine.use(form)
         zeros = [torch.zeros(2 * shape[1], dtype=torch.int32, device="cuda") for _ in range(2)]
         wanted = counted(machine, *norms)
