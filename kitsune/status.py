@@ -13,14 +13,14 @@ from kitsune.plan import Plan
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """A schedule of the captured step that was tried.
+    """A schedule of the captured step, or of a loop's backward pass, that was tried.
 
     Attributes:
         strategy: how it was made: `"in order"`, `"chains"` or `"list"`.
         num_streams: the streams that it uses.
         fused: whether it is of the graph with its operators fused.
-        predicted_us: simulated microseconds of a step.
-        measured_us: the median time that some of the user's steps took on the device; None where it was not measured.
+        predicted_us: simulated microseconds of one.
+        measured_us: the median time that one took on the device; None where it was not measured.
         chosen: whether it is in use.
     """
 
@@ -62,7 +62,7 @@ class Status:
         fallbacks: steps (or parts of steps) that ran eagerly although a captured graph existed.
         refusals: what was not captured or not replayed, and why; each reason once.
         not_in_effect: options that were given, but change nothing.
-        schedules: those of the captured step that were tried, the simplest first.
+        schedules: those of the captured step, or of a loop's backward pass, that were tried, the simplest first.
         plan: the plan that is in use; None where there is none.
     """
 

@@ -16,7 +16,7 @@ from kitsune.capture.signature import call_signature
 from kitsune.capture.state import refuse_closure
 from kitsune.capture.watch import is_reduced, refuse_function_modes, refuse_module, refuse_reducer
 from kitsune.config import Config
-from kitsune.device import refuse_bfloat16, refuse_fusion, synchronize
+from kitsune.device import refuse_bfloat16, refuse_fusion, refuse_streams, synchronize
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Choice, Chooser, RefusalLog
@@ -260,7 +260,10 @@ class DropInLoop:
             replays=self._steps.replays,
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
-            not_in_effect=self._config.not_in_effect(uses_streams=False, can_fuse=self._can_fuse(), is_loop=True),
+            not_in_effect=self._config.not_in_effect(
+                uses_streams=refuse_streams(_device(self._optimizer)) is None, can_fuse=self._can_fuse(), is_loop=True
+            ),
+            schedules=() if latest is None else latest.schedules,
         )
 
     def _mode(self) -> tuple[str, str]:

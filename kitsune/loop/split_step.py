@@ -14,19 +14,24 @@ from torch.utils import _pytree as pytree
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.config import Config
-from kitsune.device import refuse_fusion
+from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop import backward_plans
 from kitsune.loop.call_fusing import fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.guarded_step import Call, GuardedStep
+from kitsune.loop.planned_recording import clear, record_planned
+from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
+from kitsune.memory.pool import MemoryPool
+from kitsune.status import ScheduleTime
 
 # A call that has to be captured again and again is not rewritten again and again.
 _REPLAYS_BEFORE_MORE_TRIALS = 1000
@@ -55,12 +60,13 @@ class SplitStep(GuardedStep):
         log: RefusalLog,
     ) -> None:
         super().__init__(module, call, config=config, chooser=chooser, log=log)
-        self._gradients, self._streams = gradients, streams
+        self._gradients, self._streams, self._memory = gradients, streams, MemoryPool()
         self._graphs: CallGraphs | None = None
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
+        self.schedules: tuple[ScheduleTime, ...] = ()  # of the backward pass, that were tried
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
-        self._may_fuse = False  # the present graphs, once replay has proved faster than eager
+        self._may_improve = False  # the present graphs, once replay has proved faster than eager
         self._captured_at = 0  # replays
         self._unfused: SplitProgram | None = None  # until the fused one has proved faster
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
@@ -163,7 +169,7 @@ class SplitStep(GuardedStep):
     def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """Answers a call as `replay` would, in a shorter way; None, with nothing done, where that cannot be."""
         graphs = self._graphs
-        flat = None if self._shortcut is None or self._fuses_next() else self._shortcut.inputs(args, kwargs)
+        flat = None if self._shortcut is None or self._improves_next() else self._shortcut.inputs(args, kwargs)
         if flat is None or graphs is None or graphs.is_pending():
             return None
         self.replays += 1
@@ -220,44 +226,57 @@ class SplitStep(GuardedStep):
             raise RefusedError(
                 Refusal("the model is called again before the backward pass of its last call"), passing=True
             )
-        self._consider_fusing(graph, flat)
+        self._consider_improving(graph, flat)
         self._flat = flat
         return self._graphs.call(flat)
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
-        self._captured_at, self._unfused = self.replays, None
-        self._may_fuse = self._config.fuses() and refuse_fusion(flat[0].device) is None
-        return self._recorded(trace_split(graph, flat, self._autocast), graph, flat)
+        self._captured_at, self._unfused, self.schedules = self.replays, None, ()
+        self._may_improve = self._fuses(flat) or self._num_streams(flat) > 1
+        return self._recorded(trace_split(graph, flat, self._autocast), graph, flat, num_streams=1)
 
-    def _consider_fusing(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
-        """Has the graphs rewritten, if that has not been tried and is worth it; or takes that back."""
+    def _fuses(self, flat: Sequence[torch.Tensor]) -> bool:
+        return self._config.fuses() and refuse_fusion(flat[0].device) is None
+
+    def _num_streams(self, flat: Sequence[torch.Tensor]) -> int:
+        return 1 if refuse_streams(flat[0].device) is not None else self._config.max_streams()
+
+    def _consider_improving(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
+        """Has the graphs fused, and planned on several streams, if that has not been tried and is worth it.
+
+        Fusing is taken back where it was no use.
+        """
         if self._unfused is not None and self.chooser.settled:
             if self.chooser.has_lost:
                 self._exchange(self._unfused, self._unfused, graph, flat)
                 self._log.do_without(Refusal("the call was measured to be no faster when it is fused"))
             self._unfused = None
-        if not self._fuses_next():
+        if not self._improves_next():
             return
         assert self._graphs is not None
-        self._may_fuse = False
+        self._may_improve = False
         program, started = self._graphs.program, time.perf_counter()
+        fused = None
         try:
-            fused = fused_call(program, flat, self._log.do_without)
+            if self._fuses(flat):
+                fused = fused_call(program, flat, self._log.do_without)
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             kind = type(error).__name__
             self._log.do_without(Refusal(f"the call is not fused ({kind}: {first_line(error)})"))
-            fused = None
         except BaseException:  # an interrupt: it may be tried again
-            self._may_fuse = True
+            self._may_improve = True
             raise
-        if fused is not None and self._exchange(fused, program, graph, flat):
+        if fused is None:
+            if self._num_streams(flat) > 1:
+                self._exchange(program, program, graph, flat)
+        elif self._exchange(fused, program, graph, flat):
             self._unfused = program
             self.chooser.reopen(self.chooser.replay_seconds)
         self.setup_seconds += time.perf_counter() - started
 
-    def _fuses_next(self) -> bool:
-        """Whether the next call that goes the long way has the graphs rewritten."""
-        if not (self._may_fuse and self.chooser.settled):
+    def _improves_next(self) -> bool:
+        """Whether the next call that goes the long way has the graphs recorded anew, for better ones."""
+        if not (self._may_improve and self.chooser.settled):
             return False
         return self._budget.captures == 1 or self.replays - self._captured_at >= _REPLAYS_BEFORE_MORE_TRIALS
 
@@ -269,15 +288,17 @@ class SplitStep(GuardedStep):
         self._graphs.release()
         self._graphs = self._shortcut = None
         try:
-            self._graphs = self._recorded(program, graph, flat)
+            self._graphs = self._recorded(program, graph, flat, num_streams=self._num_streams(flat))
         except (RefusedError, torch.OutOfMemoryError) as error:
             too_little = Refusal("there is too little device memory for the fused call")
             self._log.do_without(error.refusal if isinstance(error, RefusedError) else too_little)
-            self._graphs = self._recorded(other, graph, flat)
+            self._graphs = self._recorded(other, graph, flat, num_streams=1)
             return False
         return True
 
-    def _recorded(self, program: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
+    def _recorded(
+        self, program: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor], *, num_streams: int
+    ) -> CallGraphs:
         self.verified = 0
         known = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
@@ -286,7 +307,7 @@ class SplitStep(GuardedStep):
         )
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
         try:
-            backward = self._record_backward(program, forward)
+            backward = self._record_backward(program, forward, num_streams)
         except torch.OutOfMemoryError:
             forward.release()
             raise RefusedError(Refusal("there is too little device memory to capture the backward pass")) from None
@@ -308,7 +329,7 @@ class SplitStep(GuardedStep):
             program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log
         )
 
-    def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
+    def _record_backward(self, program: SplitProgram, forward: Recording, num_streams: int) -> Recording | None:
         """The backward graph over the forward graph's memory; None where that keeps none between calls."""
         executor = forward.executor
         if not isinstance(executor, CudaGraph):
@@ -316,16 +337,31 @@ class SplitStep(GuardedStep):
         tangents = [torch.ones_like(layout.empty()) for layout in program.tangents]
         first = len(program.differentiable)
         saved = executor.static_outputs()[first:]
-        warm = [*executor.warm_outputs()[first:], *tangents]
-        return Recording(
-            program.backward,
-            [*saved, *tangents],
-            stable=range(len(saved)),
-            config=self._config,
-            pool=GraphPool(self._streams),
-            log=self._log,
-            warm_up=warm,
-        )
+        inputs, values = [*saved, *tangents], [*executor.warm_outputs()[first:], *tangents]
+        conditions: dict[str, Any] = {"stable": range(len(saved)), "config": self._config, "log": self._log}
+        conditions["warm_up"] = values
+        in_order = Recording(program.backward, inputs, pool=GraphPool(self._streams), **conditions)
+        if num_streams == 1:
+            return in_order
+
+        def record(planned: Planned) -> Recording:
+            return record_planned(self._memory, planned, inputs, pool=GraphPool(self._streams), **conditions)
+
+        try:
+            backward_plans.fill(program.forward.graph, saved, values[: len(saved)])
+            planned = backward_plans.plans(program.backward, values, num_streams, self._log.do_without)
+            found = backward_plans.fastest(in_order, planned[1:], record, inputs, self._log.do_without)
+        except Exception as error:  # noqa: BLE001 - operators that cannot be timed, drivers, too little memory
+            kind = type(error).__name__
+            reason = f"planning failed ({kind}: {first_line(error)}); the backward pass is replayed on one stream"
+            self._log.do_without(Refusal(reason))
+            return in_order
+        except BaseException:
+            in_order.release()
+            raise
+        clear(self._memory, inputs[0].device)
+        self.schedules = found.schedules(planned, fused=program.is_rewritten)
+        return found.recording
 
 
 def _other_autocast() -> Refusal:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import operator
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
-from kitsune.execution.cuda_graph import free_caches
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import Handout, handout
 from kitsune.execution.in_order import Outputs
@@ -33,6 +31,7 @@ from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.by_address import ByAddress, Record
 from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
+from kitsune.loop.planned_recording import clear, record_planned
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
@@ -305,7 +304,7 @@ class WholeStep(GuardedStep):
             inputs,
             stopwatch(device),
             self._log.do_without,
-            partial(_clear, self._memory, device),
+            partial(clear, self._memory, device),
         )
         self._program = program
         self._input_ids = list(map(id, inputs))
@@ -339,7 +338,7 @@ class WholeStep(GuardedStep):
             self._consider_others(contest, inputs)
         if self._is_reopened and self.chooser.settled:
             self._is_reopened = False
-            _clear(self._memory, inputs[0].device)  # the eager steps have left some
+            clear(self._memory, inputs[0].device)  # the eager steps have left some
         settled, winner = contest.settled, contest.winner
         recorded = winner.recording_seconds
         try:
@@ -370,7 +369,7 @@ class WholeStep(GuardedStep):
             return measure_spans(planned.module, lowered, inputs, GraphPool(self._pool.streams))
         finally:
             self._memory.give(arena)
-            _clear(self._memory, inputs[0].device)
+            clear(self._memory, inputs[0].device)
 
     def _may_try_others(self) -> bool:
         """Whether replay has proved faster than eager, and other plans have yet to be tried."""
@@ -413,8 +412,9 @@ class WholeStep(GuardedStep):
         if self._choice is not None:  # of an earlier capture of the same step
             others = tuple(planned for planned in others if _choice(planned) == self._choice)
         self._others = others
-        record = partial(_record_planned, self._memory, self._conditions(program))
-        contest.open([self._maker(program, partial(record, planned)) for planned in others])
+        conditions = self._conditions(program)
+        records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
+        contest.open([self._maker(program, record) for record in records])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)
@@ -456,41 +456,7 @@ def _choice(planned: Planned) -> tuple[bool, str, int]:
     return plan.is_fused, plan.schedule.strategy, plan.schedule.num_streams
 
 
-def _clear(memory: MemoryPool, device: torch.device) -> None:
-    """Frees the memory that released recordings and eager steps have left."""
-    gc.collect()  # of the graphs, which are cycles, and hold what their plans place
-    memory.release()
-    if device.type == "cuda":
-        free_caches()
-
-
 def _copies_matter(chooser: Chooser, us: float) -> bool:
     """Whether `us` microseconds of copies are worth more recordings, which take as long to make as many steps."""
     seconds = chooser.replay_seconds
     return seconds is not None and us * 1e-6 >= _WORTHWHILE * seconds
-
-
-def _record_planned(
-    memory: MemoryPool,
-    conditions: Mapping[str, Any],
-    planned: Planned,
-    inputs: Sequence[torch.Tensor],
-    *,
-    in_place: Collection[int],
-) -> Recording:
-    """Records a plan in an arena that it shares with the steps of the same loop.
-
-    Raises:
-        RefusedError: it cannot be recorded, or there is too little memory.
-    """
-    try:
-        arena = memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
-    except torch.OutOfMemoryError as error:
-        raise RefusedError(Refusal("there is too little device memory for a plan")) from error
-    give_back = partial(memory.give, arena)
-    try:
-        lowered = planned.lowered(arena)
-        return Recording(planned.module, inputs, lowered=lowered, on_release=give_back, in_place=in_place, **conditions)
-    except BaseException:
-        give_back()
-        raise

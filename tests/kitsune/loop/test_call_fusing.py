@@ -112,10 +112,10 @@ def test_a_call_that_cannot_be_recorded_when_it_is_fused_stays(
 ) -> None:
     recorded = split_step.SplitStep._recorded
 
-    def refuse(step: Any, program: SplitProgram, *args: Any) -> Any:
+    def refuse(step: Any, program: SplitProgram, *args: Any, **options: Any) -> Any:
         if program.is_rewritten:
             raise error
-        return recorded(step, program, *args)
+        return recorded(step, program, *args, **options)
 
     monkeypatch.setattr(split_step.SplitStep, "_recorded", refuse)
     status = train(rtol=0, atol=0, replays=STEPS - EAGER).status()

@@ -1,0 +1,187 @@
+"""Backward passes on several streams, in a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kitsune.errors import Refusal, RefusedError
+from kitsune.loop import backward_plans, planning
+from kitsune.loop.backward_plans import fastest
+from kitsune.loop.planning import Planned
+from kitsune.loop.recording import Recording
+from tests.kitsune import static_memory
+from tests.kitsune.test_streams import costs_of_a_gpu
+from tests.kitsune.training import Net, Training, adam, batch, compare
+
+STEPS = 40
+EAGER = 6  # before the first capture
+PLACES = ["static memory", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLACES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    if request.param == "cuda":
+        return "cuda"
+    static_memory.install(monkeypatch)
+    for module in ("split_step", "drop_in"):
+        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_streams", lambda device: None)
+    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+    return "cpu"
+
+
+@pytest.fixture
+def favour(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets the plan that is tried at this place win."""
+
+    def choose(place: int) -> None:
+        def measure(_recording: Recording, _inputs: Sequence[Tensor]) -> float:
+            tried.append(1.0)
+            return 1.0 if len(tried) == place + 1 else 2.0
+
+        tried: list[float] = []
+        monkeypatch.setattr(backward_plans, "_replay_us", measure)
+
+    return choose
+
+
+def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model = Net(batch_norm=True, dropout=0.3).to(device)
+    return model, adam(model)
+
+
+def train(device: str, **options: Any) -> Training:
+    options = {"mode": "auto", "steps": STEPS, "replays": STEPS - EAGER, "enable_fusion": False, **options}
+    return compare("drop_in", partial(build, device), batches=partial(batch, device=device), **options)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_whatever_wins_the_loop_trains_the_same(place: int, device: str, favour: Callable[[int], None]) -> None:
+    favour(place)
+    status = train(device, num_streams=4).status()
+    assert [schedule.chosen for schedule in status.schedules].index(True) == place
+    assert [schedule.num_streams > 1 for schedule in status.schedules] == [False, *[True] * (len(status.schedules) - 1)]
+    assert status.not_in_effect == ()
+    assert "backward" in status.covered
+    assert "in use" in str(status)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_the_measured_time_decides(device: str) -> None:
+    status = train(device).status()
+    assert len(status.schedules) > 1
+    assert all(schedule.measured_us for schedule in status.schedules)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("options", [{"num_streams": 1}, {"max_memory": "1GB"}, {"mode": "replay"}])
+def test_on_one_stream_nothing_is_tried(options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_plans, "plans", lambda *_: pytest.fail("planned"))
+    replays = STEPS - (2 if options.get("mode") == "replay" else EAGER)
+    assert train(device, replays=replays, **options).status().schedules == ()
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_planning_fails_the_pass_stays_on_one_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("no such event")
+
+    monkeypatch.setattr(backward_plans, "_replay_us", fail)
+    status = train(device).status()
+    assert status.schedules == ()
+    assert any("planning failed (RuntimeError: no such event)" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_an_interrupt_leaves_nothing_behind(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call is captured again."""
+
+    def interrupt(*_args: Any, **_options: Any) -> None:
+        monkeypatch.setattr(backward_plans, "_replay_us", original)
+        raise KeyboardInterrupt
+
+    original = backward_plans._replay_us
+    monkeypatch.setattr(backward_plans, "_replay_us", interrupt)
+    model, optimizer = build(device)
+    training = Training("drop_in", model, optimizer, mode="auto", enable_fusion=False)
+    interrupts = 0
+    for index in range(STEPS):
+        (x, y), _ = batch(index, device=device)
+        try:
+            training.step(x, y)
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert training.status().mode == "replay"
+
+
+class Tried:
+    """A recording that takes so long."""
+
+    def __init__(self, us: float) -> None:
+        self.us, self.releases = us, 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+def choose(
+    times_us: Sequence[float | Exception], monkeypatch: pytest.MonkeyPatch
+) -> tuple[backward_plans.Fastest, list[Tried], list[RefusedError]]:
+    made = [Tried(us) if isinstance(us, float) else us for us in times_us]
+    rest, refused = iter(made[1:]), list[RefusedError]()
+
+    def record(_planned: Planned) -> Any:
+        tried = next(rest)
+        if isinstance(tried, Exception):
+            raise tried
+        return tried
+
+    monkeypatch.setattr(backward_plans, "_replay_us", lambda recording, _inputs: recording.us)
+    others: Any = [None] * (len(made) - 1)
+    first: Any = made[0]
+    found = fastest(first, others, record, (), refused.append)
+    return found, [one for one in made if isinstance(one, Tried)], refused
+
+
+@pytest.mark.parametrize(
+    ("times_us", "place"), [([100.0], 0), ([100.0, 99.0, 120.0], 0), ([100.0, 90.0, 95.0], 1), ([100.0, 90.0, 80.0], 2)]
+)
+def test_the_fastest_is_kept(times_us: list[float], place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one unless another is clearly faster."""
+    found, made, _ = choose(times_us, monkeypatch)
+    assert (found.place, found.times_us) == (place, tuple(times_us))
+    assert found.recording is made[place]  # type: ignore[comparison-overlap]
+    assert [one.releases for one in made] == [int(at != place) for at in range(len(made))]
+
+
+def test_a_plan_that_cannot_be_recorded_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, made, refused = choose([100.0, RefusedError(Refusal("too little memory")), 50.0], monkeypatch)
+    assert (found.place, found.times_us) == (2, (100.0, None, 50.0))
+    assert [one.releases for one in made] == [1, 0]
+    assert [str(error) for error in refused] == ["too little memory"]
+
+
+def test_where_a_trial_fails_the_first_recording_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Tried(100.0), Tried(50.0)
+
+    def measure(recording: Tried, _inputs: object) -> float:
+        if recording is made[1]:
+            raise RuntimeError("an illegal address")
+        return recording.us
+
+    monkeypatch.setattr(backward_plans, "_replay_us", measure)
+    first: Any = made[0]
+    others: Any = [None]
+    with pytest.raises(RuntimeError, match="illegal address"):
+        fastest(first, others, lambda _: made[1], (), lambda _: None)  # type: ignore[arg-type, return-value]
+    assert [one.releases for one in made] == [0, 1]
