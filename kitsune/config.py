@@ -42,9 +42,9 @@ class Config:
             intermediates, static inputs and warm-up; an int, or text such as `"2GB"`. None: no bound.
         max_graphs: of how many signatures of the inputs captured graphs are kept; those of the least recently
             used one are released first.
-        num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, 1 to 8; what is
-            measured fastest stays, one stream included. None: 4 where `mode="auto"` may measure them (without
-            `compile` and `max_memory`), else 1. `KitsuneOptimizer` in a loop uses one stream.
+        num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, and
+            `KitsuneOptimizer` in a loop the backward pass, 1 to 8; what is measured fastest stays, one stream
+            included. None: 4 where `mode="auto"` may measure them (without `compile` and `max_memory`), else 1.
         enable_fusion: replace parts of captured steps and calls by fused operators where they are measured
             to be faster, which takes up to a minute, once. It has an effect with `mode="auto"` (without `compile` and
             `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in a loop
