@@ -59,7 +59,10 @@ def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(device: str, **options: Any) -> Training:
-    options = {"mode": "auto", "steps": STEPS, "replays": STEPS - EAGER, "enable_fusion": False, **options}
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-5} if device == "cuda" else {}
+    )  # the update of many tensors at once rounds otherwise
+    options = {"mode": "auto", "steps": STEPS, "replays": STEPS - EAGER, "enable_fusion": False, **tolerance, **options}
     return compare("drop_in", partial(build, device), batches=partial(batch, device=device), **options)
 
 
