@@ -137,6 +137,12 @@ class SplitStep(GuardedStep):
         self._log.add(refusal)
         self.chooser.refuse(refusal)
 
+    def describe(self) -> tuple[str, str]:
+        mode, reason = super().describe()
+        if mode == "replay" and (self._improves_next() or self._takes_back()):
+            return "measuring", "with the next call its operators are fused, or that is taken back"
+        return mode, reason
+
     def rounding(self) -> float:
         """The coarsest rounding of a value of the captured call and its backward pass."""
         if self._graphs is None:
@@ -247,7 +253,7 @@ class SplitStep(GuardedStep):
         Fusing is taken back where it was no use.
         """
         if self._unfused is not None and self.chooser.settled:
-            if self.chooser.has_lost:
+            if self._takes_back():
                 self._exchange(self._unfused, self._unfused, graph, flat)
                 self._log.do_without(Refusal("the call was measured to be no faster when it is fused"))
             self._unfused = None
@@ -273,6 +279,10 @@ class SplitStep(GuardedStep):
             self._unfused = program
             self.chooser.reopen(self.chooser.replay_seconds)
         self.setup_seconds += time.perf_counter() - started
+
+    def _takes_back(self) -> bool:
+        """Whether the next call that goes the long way has the graphs recorded anew, as they were before fusing."""
+        return self._unfused is not None and self.chooser.settled and self.chooser.has_lost
 
     def _improves_next(self) -> bool:
         """Whether the next call that goes the long way has the graphs recorded anew, for better ones."""
