@@ -33,10 +33,10 @@ THROTTLE_RETRIES = 5
 """How many turns of a round are repeated at most because the GPU was throttled in them."""
 WARM_UP_BLOCK_SECONDS = 0.02
 
-LEAD_IN_FROM_STEPS = 4
+LEAD_IN_FROM_STEPS = {"cpu": 4, "cuda": 1}
 LEAD_IN_STEPS = {"cpu": 1, "cuda": 4}
-"""A block of at least so many steps begins with some that are not timed: the variant before it left the caches cold,
-and on a GPU the host has yet to get ahead of the device."""
+"""A block of at least so many steps begins with some that are not timed, no more than it times: the variant before it
+left the caches cold, and on a GPU the host has yet to get ahead of the device."""
 
 CURVE_POINTS = 50
 """A loss curve keeps about so many points."""

@@ -143,6 +143,15 @@ def test_long_blocks_follow_a_step_that_is_not_timed(log: list[tuple[str, int]])
     assert log == [("it", 3), ("it", 1), ("it", 4)]
 
 
+@pytest.mark.parametrize(("steps", "lead_in"), [(1, 1), (2, 2), (4, 4), (100, 4)])
+def test_on_a_gpu_the_host_gets_ahead_first(steps: int, lead_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else short blocks would measure how long the host takes to launch the first step."""
+    lengths: list[int] = []
+    monkeypatch.setattr(measure, "time_block", lambda *_, lead_in: lengths.append(lead_in))
+    measure.timed_block(lambda _: None, steps, torch.device("cuda"))
+    assert lengths == [lead_in]
+
+
 def test_settling_takes_as_many_steps_as_it_takes(log: list[tuple[str, int]]) -> None:
     training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it", settles_after=7)
     measure.settle(training, lambda training: training.run(1), 60.0)
