@@ -1,5 +1,6 @@
 """Kitsune: a drop-in accelerator for PyTorch training."""
 
+from kitsune.bucketing import bucketed as bucketed
 from kitsune.config import Config as Config
 from kitsune.errors import ConfigError as ConfigError
 from kitsune.errors import KitsuneError as KitsuneError

@@ -18,6 +18,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "collection": (),
+    "bucketing": (),
     "status": ("plan",),  # values: the loop makes them, the faces hand them out
     "verification": (),
     "device": (),  # what this machine can do
