@@ -36,8 +36,8 @@ def bucketed(
     would count them.
 
     Args:
-        loader: any iterable of dicts, tuples or lists, such as a `torch.utils.data.DataLoader`; around it, or within it,
-            `prefetch` may stand.
+        loader: any iterable of dicts, tuples or lists, such as a `torch.utils.data.DataLoader`; `prefetch`
+            may stand around the result or within.
         to: ascending lengths; or one number, of which all lengths will be multiples. A batch that is longer than
             all of them is handed out as it is.
         fill: what to pad with, by the keys of the batches' dicts, or by places in its tuples or lists. Tensors that are
