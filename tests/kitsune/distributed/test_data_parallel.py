@@ -17,7 +17,12 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZE = 2
 SECONDS = 240
 
-REFUSED = {"unused parameters are looked for": "find_unused_parameters", "a static graph": "static_graph"}
+REFUSED = {
+    "unused parameters are looked for": "find_unused_parameters",
+    "a static graph": "static_graph",
+    "sharded parameters": "DTensor",
+    "flat sharded parameters": "the call is not one graph",
+}
 
 Found = tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]
 
@@ -67,7 +72,7 @@ def test_it_is_replayed(name: str, ranks: list[dict[str, Found]]) -> None:
     assert all(count >= (STEPS - 8 if place != alone else 0) for place, count in enumerate(replays)), replays
 
 
-@pytest.mark.support("Several processes", "find_unused_parameters, static_graph", "plain PyTorch, with a reason")
+@pytest.mark.support("Several processes", "find_unused_parameters, static_graph; FSDP", "plain PyTorch, with a reason")
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dict[str, Found]]) -> None:
     for rank in ranks:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,10 +45,11 @@ class Run:
         self.optimizer: Any = None
 
     def build(self, net: Callable[[], nn.Module] = Net, *, wrap: bool = True, **options: Any) -> None:
+        self.build_with(lambda inner: DistributedDataParallel(inner, **options) if wrap else inner, net)
+
+    def build_with(self, wrap: Callable[[nn.Module], nn.Module], net: Callable[[], nn.Module] = Net) -> None:
         torch.manual_seed(2)
-        inner = net().to(self.device)
-        wrapped = DistributedDataParallel(inner, **options) if wrap else inner
-        self.model = wrapped
+        self.model = wrap(net().to(self.device))
         plain = torch.optim.Adam(self.model.parameters(), lr=0.05, fused=True)
         self.optimizer = kitsune.KitsuneOptimizer(plain, **self.options()) if self.accelerated else plain
 
@@ -75,11 +79,16 @@ class Run:
 
     def note(self, *tensors: Tensor) -> None:
         """Remembers tensors, and all gradients."""
-        self.seen += [tensor.detach().clone() for tensor in tensors]
-        self.seen += [param.grad.clone() for param in self.model.parameters() if param.grad is not None]
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        self.seen += [_local(tensor).clone() for tensor in (*tensors, *grads)]
 
     def end(self) -> None:
-        self.seen += [tensor.detach().clone() for tensor in self.model.state_dict().values()]
+        self.seen += [_local(tensor).clone() for tensor in self.model.state_dict().values()]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
@@ -214,6 +223,20 @@ def wrapped_after_some_steps(run: Run) -> None:
         run.step(index)
     run.model = DistributedDataParallel(run.model, find_unused_parameters=True)
     for index in range(5, STEPS):
+        run.step(index)
+
+
+@scenario
+def sharded_parameters(run: Run) -> None:
+    run.build_with(fully_shard)
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def flat_sharded_parameters(run: Run) -> None:
+    run.build_with(partial(FullyShardedDataParallel, device_id=run.device, use_orig_params=True))
+    for index in range(STEPS):
         run.step(index)
 
 
