@@ -47,7 +47,7 @@ def workload(seed: int) -> Workload:
         loss_fn=nn.CrossEntropyLoss(),
         data=SyntheticImages((1, 28, 28)),
         default_batch_size={"cpu": 64, "cuda": 64},
-        batch_sizes={"cpu": (16, 64, 256), "cuda": (8, 64, 128, 512)},
+        batch_sizes={"cpu": (16, 64, 256), "cuda": (8, 64, 128, 512, 1024)},
         learning_rate=1e-3,
         channels_last=True,
     )

@@ -33,7 +33,7 @@ def workload(seed: int) -> Workload:
         loss_fn=nn.CrossEntropyLoss(),
         data=SyntheticImages((3, 32, 32), signal=0.2),
         default_batch_size={"cpu": 4, "cuda": 128},
-        batch_sizes={"cpu": (4, 8, 32), "cuda": (8, 64, 128, 512)},
+        batch_sizes={"cpu": (4, 8, 32), "cuda": (8, 64, 128, 512, 1024)},
         learning_rate=1e-3,
         channels_last=True,
     )
