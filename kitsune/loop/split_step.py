@@ -20,6 +20,7 @@ from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.call_fusing import fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.guarded_step import Call, GuardedStep
@@ -136,7 +137,8 @@ class SplitStep(GuardedStep):
         if self._graphs is None:
             return 0.0
         program = self._graphs.program
-        return max(rounding(program.forward.graph), rounding(program.backward.graph))
+        parts = (program.forward, *(part.backward for part in program.parts))
+        return max(rounding(part.graph) for part in parts)
 
     def end_iteration(self) -> int:
         """To be called after each; how many of its backward passes ran one by one to spare gradients still in use."""
@@ -144,9 +146,9 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        if not self._graphs.copied_backwards:
+        count = self._graphs.take_num_copied()
+        if not count:
             return 0
-        count, self._graphs.copied_backwards = self._graphs.copied_backwards, 0
         refusal = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
         self._log.add(RefusedError(refusal, passing=True))
         return count
@@ -286,46 +288,60 @@ class SplitStep(GuardedStep):
         )
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
         try:
-            backward = self._record_backward(program, forward)
+            recordings = self._record_backward(program, forward)
         except torch.OutOfMemoryError:
             forward.release()
             raise RefusedError(Refusal("there is too little device memory to capture the backward pass")) from None
         except BaseException:
             forward.release()
             raise
-        tails = self._tail_step(program, forward, [flat[place] for place in program.gradient_places], known)
-        return CallGraphs(program, forward, backward, self._gradients, stable, again, self, tails)
+        backwards = [
+            BackwardGraph(part, [program.tangents[root] for root in part.roots], recording, self._gradients)
+            for part, recording in zip(program.parts, recordings, strict=True)
+        ]
+        tails = self._tail_step(program, forward, flat, known)
+        return CallGraphs(program, forward, backwards, stable, again, self, tails)
 
     def _tail_step(
-        self, program: SplitProgram, forward: Recording, trained: Sequence[torch.Tensor], known: Collection[int]
+        self, program: SplitProgram, forward: Recording, flat: Sequence[torch.Tensor], known: Collection[int]
     ) -> TailStep | None:
         """For a call of which parameters alone get gradients, at once; those of others are autograd's to pass on."""
-        is_whole = len(set(program.groups)) == 1 and program.autocast is None
-        is_owned = all(id(tensor) in known and tensor.is_leaf for tensor in trained)
-        if not (self._config.defer_loss and is_whole and is_owned):
+        if not self._config.defer_loss or len(program.parts) > 1 or program.autocast is not None:
+            return None
+        trained = [flat[place] for place in program.parts[0].gradient_places]
+        if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
             return None
         return TailStep(
             program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log
         )
 
-    def _record_backward(self, program: SplitProgram, forward: Recording) -> Recording | None:
-        """The backward graph over the forward graph's memory; None where that keeps none between calls."""
+    def _record_backward(self, program: SplitProgram, forward: Recording) -> list[Recording | None]:
+        """Graphs of the parts over the forward graph's memory; None where that keeps none between calls."""
         executor = forward.executor
         if not isinstance(executor, CudaGraph):
-            return None
-        tangents = [torch.ones_like(layout.empty()) for layout in program.tangents]
+            return [None for _ in program.parts]
         first = len(program.differentiable)
-        saved = executor.static_outputs()[first:]
-        warm = [*executor.warm_outputs()[first:], *tangents]
-        return Recording(
-            program.backward,
-            [*saved, *tangents],
-            stable=range(len(saved)),
-            config=self._config,
-            pool=GraphPool(self._streams),
-            log=self._log,
-            warm_up=warm,
-        )
+        saved, warm = executor.static_outputs()[first:], executor.warm_outputs()[first:]
+        recordings: list[Recording | None] = []
+        try:
+            for part in program.parts:
+                tangents = [torch.ones_like(program.tangents[root].empty()) for root in part.roots]
+                recordings.append(
+                    Recording(
+                        part.backward,
+                        [*(saved[index] for index in part.saved), *tangents],
+                        stable=range(len(part.saved)),
+                        config=self._config,
+                        pool=GraphPool(self._streams),
+                        log=self._log,
+                        warm_up=[*(warm[index] for index in part.saved), *tangents],
+                    )
+                )
+        except BaseException:
+            for recording in filter(None, recordings):
+                recording.release()
+            raise
+        return recordings
 
 
 def _other_autocast() -> Refusal:

@@ -208,13 +208,14 @@ def test_no_part_of_the_forward_pass_is_left_to_the_backward_pass() -> None:
     fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
     assert fused is not None
     assert fused.is_rewritten
-    targets = [node.target for part in (fused.forward, fused.backward) for node in part.graph.nodes]
+    (before,), (part,) = program.parts, fused.parts
+    targets = [node.target for module in (fused.forward, part.backward) for node in module.graph.nodes]
     assert call_fusing._after not in targets
-    for one, other in ((program.forward, fused.forward), (program.backward, fused.backward)):
+    for one, other in ((program.forward, fused.forward), (before.backward, part.backward)):
         assert len(one.graph.nodes) > len(other.graph.nodes)
     written = [dataflow.written_inputs(one.forward.graph).keys() for one in (program, fused)]
     assert written[0] == written[1] != set()
-    assert not dataflow.written_inputs(fused.backward.graph)
+    assert not dataflow.written_inputs(part.backward.graph)
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -250,10 +251,11 @@ def test_several_gradients_are_left_apart() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+            self.trunk, self.left, self.right = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.left(x).relu(), self.right(x).relu()
+            hidden = self.trunk(x).relu()
+            return self.left(hidden).relu(), self.right(hidden).relu()
 
     program, flat = program_of(Two(), batch(0)[0][0])
     assert fused_call(program, flat, lambda refusal: pytest.fail(str(refusal))) is None
