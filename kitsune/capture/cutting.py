@@ -42,6 +42,11 @@ class Cut:
         """The stage of the root at `index`."""
         return self.stages[self.roots[index][0]]
 
+    def in_order(self) -> list[int]:
+        """The indices of the roots, in the order in which they are computed."""
+        order = {node: place for place, node in enumerate(self.stages)}
+        return sorted(range(len(self.roots)), key=lambda index: order[self.roots[index][0]])
+
     def layouts(self) -> list[TensorLayout]:
         """Of the gradients of the roots: an output's is laid out like it, another one has no gaps."""
         examples = [_examples(node)[index] for node, index in self.roots]

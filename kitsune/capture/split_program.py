@@ -120,12 +120,12 @@ def _go_back(
     parts: list[TracedPart] = []
     reached = set(range(stages.num_outputs))
     for stage in reversed(range(stages.num_stages)):
-        here = {index: roots[index].tensor for index in sorted(reached) if stages.of_root(index) == stage}
+        here = [index for index in stages.in_order() if index in reached and stages.of_root(index) == stage]
         earlier = [root.leaf is not None and stages.of_root(index) < stage for index, root in enumerate(roots)]
         places = [place for place, needs in enumerate([*trained, *earlier]) if needs]
-        for group, keeps in reversed(_groups(here)):
-            weights = [inputs[num_flat + index] for index in group]
-            found = gradients([here[index] for index in group], [leaves[place] for place in places], weights, autocast)
+        for group, keeps in reversed(_groups(roots, here)):
+            heads, weights = [roots[index].tensor for index in group], [inputs[num_flat + index] for index in group]
+            found = gradients(heads, [leaves[place] for place in places], weights, autocast)
             grads = {place: grad for place, grad in zip(places, found, strict=True) if grad is not None}
             reached |= {place - num_flat for place in grads if place >= num_flat}
             parts.append(TracedPart(group, tuple(grads), keeps, _owned(grads, inputs, layouts)))
@@ -224,19 +224,20 @@ def _example(output: dataflow.Result) -> torch.Tensor:
     return value
 
 
-def _groups(roots: Mapping[int, torch.Tensor]) -> list[tuple[tuple[int, ...], bool]]:
-    """The roots that have a node of autograd's graph in common which has kept something, and whether there is one.
+def _groups(roots: Sequence[Root], members: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
+    """Roots that have a node of autograd's graph in common which has kept something, and whether there is one.
 
-    Nodes that have kept nothing may be reached by every backward pass.
+    Nodes that have kept nothing may be reached by every backward pass. The order is that of the `members`; that of a
+    group is its last one's.
     """
-    groups: list[tuple[tuple[int, ...], set[Any]]] = []
-    for index, root in roots.items():
-        keeping = set(filter(_keeps_values, _nodes_of(root)))
+    groups: list[tuple[list[int], set[Any]]] = []
+    for index in members:
+        keeping = set(filter(_keeps_values, _nodes_of(roots[index].tensor)))
         joined = [group for group in groups if not keeping.isdisjoint(group[1])]
         groups = [group for group in groups if keeping.isdisjoint(group[1])]
-        members = sorted([index, *(other for others, _ in joined for other in others)])
-        groups.append((tuple(members), keeping.union(*(nodes for _, nodes in joined))))
-    return [(members, bool(keeping)) for members, keeping in sorted(groups, key=lambda group: group[0])]
+        several = [other for others, _ in joined for other in others]
+        groups.append(([*several, index], keeping.union(*(nodes for _, nodes in joined))))
+    return [(tuple(group), bool(keeping)) for group, keeping in groups]
 
 
 def _nodes_of(root: torch.Tensor) -> set[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -69,7 +68,7 @@ class CallGraphs:
 
     def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The outputs of a call as the loop gets them."""
-        run = self._run_forward(flat)
+        run = _Run(flat, [*flat, *[None] * len(self.program.tangents)])
         self._contexts = []
         for graph in reversed(self._backwards):
             inputs = [run.ends[place] for place in graph.part.gradient_places]
@@ -77,14 +76,13 @@ class CallGraphs:
             self._link(run, graph.part.roots, results)
         return self._followed(run.outputs)
 
-    def _run_forward(self, flat: Sequence[torch.Tensor]) -> _Run:
-        with torch.no_grad():
-            values = list(self.forward(flat))
-            count = len(self.program.differentiable)
-            outputs = values[:count]
-            if self.forward.executor.keeps_outputs:
-                outputs = [output.clone() for output in outputs]
-        return _Run(flat, outputs, values[count:], [*flat, *[None] * len(self.program.tangents)])
+    def run_forward(self, run: _Run) -> None:
+        """Runs the forward pass. To be called where autograd records nothing."""
+        values = list(self.forward(run.flat))
+        count = len(self.program.differentiable)
+        run.outputs, run.saved = values[:count], values[count:]
+        if self.forward.executor.keeps_outputs:
+            run.outputs = [output.clone() for output in run.outputs]
 
     def results(self, run: _Run, roots: Sequence[int]) -> list[torch.Tensor]:
         """The results of a node of autograd's graph: an output if that is its only root, else what stands for each."""
@@ -226,20 +224,19 @@ class CallGraphs:
                 self.tail_step.release()
 
 
-@dataclass
 class _Run:
     """A call.
 
     Attributes:
-        outputs: the caller's to keep.
-        saved: the saved values.
+        flat: its inputs.
+        outputs, saved: the caller's to keep, and the saved values, once the forward pass has run.
         ends: what gets gradients: the flat inputs, then the roots, None until there is a node for them.
     """
 
-    flat: Sequence[torch.Tensor]
-    outputs: list[torch.Tensor]
-    saved: list[torch.Tensor]
-    ends: list[Any]
+    def __init__(self, flat: Sequence[torch.Tensor], ends: list[Any]) -> None:
+        self.flat, self.ends = flat, ends
+        self.outputs: list[torch.Tensor] = []
+        self.saved: list[torch.Tensor] = []
 
 
 class _TailsOfCall:
@@ -265,6 +262,8 @@ class _Replay(torch.autograd.Function):
         ctx: Any, graphs: CallGraphs, graph: BackwardGraph, run: _Run, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         part = graph.part
+        if not run.outputs:  # of the nodes of a call, this is the first
+            graphs.run_forward(run)
         ctx.graphs, ctx.graph = graphs, graph
         ctx.is_spent = False  # set when a replay has done what `backward` would
         ctx.has_gone_back = False

@@ -187,7 +187,7 @@ def test_parts_of_the_backward_pass() -> None:
     assert parts(Together()) == [(0, 1)]
     assert parts(Heads()) == [(1,), (0,)]
     assert parts(Nested()) == [(1,), (0,)]
-    assert parts(NestedTwice()) == [(1,), (0,), (2, 3, 4)]
+    assert parts(NestedTwice()) == [(1,), (0,), (3, 4, 2)]
 
 
 def test_the_layouts_of_the_gradients_of_the_outputs() -> None:

@@ -261,6 +261,52 @@ def test_several_gradients_are_left_apart() -> None:
     assert fused_call(program, flat, lambda refusal: pytest.fail(str(refusal))) is None
 
 
+class WithLoss(nn.Module):
+    """Logits, and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(batch_norm=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.net(x)
+        return functional.cross_entropy(logits.relu(), y), logits
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("way", ["loss", "both", "hook"])
+def test_an_output_computed_from_another(way: str, device: str) -> None:
+    """What goes back from the loss and what goes back from the logits stay apart."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = WithLoss().to(device)
+        return model, sgd(model)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss, logits = training.model(x, y)
+        if way == "hook":
+            logits.register_hook(lambda grad: grad / 2)
+        (loss + logits.square().mean() if way == "both" else loss).backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    assert train(device, make, loop=loop, replays=STEPS - EAGER).status().fused
+
+
+def test_parts_of_a_backward_pass_stay_apart() -> None:
+    (x, y), _ = batch(0)
+    program, flat = program_of(WithLoss(), x, y)
+    fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
+    assert fused is not None
+    assert [part.roots for part in fused.parts] == [part.roots for part in program.parts] == [(0,), (1,)]
+    for one, other in zip(program.parts, fused.parts, strict=True):
+        assert len(dataflow.outputs(one.backward.graph)) == len(dataflow.outputs(other.backward.graph))
+        assert call_fusing._after not in [node.target for node in other.backward.graph.nodes]
+    assert len(program.parts[1].backward.graph.nodes) > len(fused.parts[1].backward.graph.nodes)
+
+
 @pytest.mark.usefixtures("replay_is_faster")
 def test_a_backward_pass_in_mid_air_is_not_disturbed(device: str) -> None:
     """The graphs are exchanged at a call; an earlier one may have its backward pass yet to come."""
