@@ -59,10 +59,7 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits (N, L, vocabulary) of characters (N, L), or their loss where there are `targets` (N, L).
-
-        Not both, as nanoGPT has it: calls whose outputs are computed from one another are not replayed.
-        """
+        """Logits (N, L, vocabulary) of characters (N, L), or their loss where there are `targets` (N, L)."""
         positions = torch.arange(x.shape[1], device=x.device)
         logits: Tensor = self.head(self.norm(self.blocks(self.characters(x) + self.positions(positions))))
         if targets is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.data import Dataset
 
 import kitsune
@@ -39,12 +38,6 @@ class Documents(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
-
-
-def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """The model's own loss, computed outside of it: a replayed call may not compute one output from another."""
-    loss = functional.cross_entropy(outputs["logits"], labels, reduction="sum")
-    return loss / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 class Logging(TrainerCallback):
@@ -103,7 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> Run:
                 seed=options.seed,
             ),
             train_dataset=Documents(options.documents, 32, 1000),
-            compute_loss_func=loss_of,
             optimizers=(optimizer, None),
             callbacks=[Logging(run)],
         )

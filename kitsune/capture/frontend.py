@@ -8,6 +8,7 @@ guards hooks, the switches that keep numbers drawn on the host from being frozen
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 import types
 import weakref
@@ -243,10 +244,16 @@ def _strict_capture() -> Iterator[None]:
         specialize_float=True,
         record_runtime_overhead=False,
         optimize_ddp=False,
+        ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     with switches, generators:
         yield
+
+
+def _said_once() -> list[Any]:
+    """Methods that `transformers` gives to loggers and that do nothing when called again: eager calls came first."""
+    return [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
 
 
 def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -22,3 +22,11 @@ class TensorLayout:
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def fit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, copied if its strides are others."""
+        return tensor if tensor.stride() == self.stride else self.empty().copy_(tensor)
+
+    def without_memory(self) -> torch.Tensor:
+        """A tensor of this kind, and of one element's memory: it stands for one in autograd's graph."""
+        return torch.empty_strided(self.size, (0,) * len(self.size), dtype=self.dtype, device=self.device)

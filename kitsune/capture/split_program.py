@@ -1,67 +1,53 @@
-"""A module's call as two programs: forward, and backward from the gradients of the outputs.
+"""A module's call as programs: forward, and backward from the gradients of the outputs.
 
 The call is traced together with its backward pass as one graph; what depends on the outputs'
-gradients is the backward program, everything else the forward program, which also returns the
-values that the backward program reads.
+gradients is the backward pass, everything else the forward program, which also returns the
+values that the backward pass reads. The backward pass has a part for each node that stands for it in autograd's graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from kitsune.capture.cutting import Cut, Root, cut, run_in_stages
 from kitsune.capture.layout import TensorLayout
+from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
 from kitsune.capture.signature import refuse_arguments
-from kitsune.capture.trace import gradients, interpret, own_gradients, same_layout, trace
+from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.graph.values import mode_of, value
-
-_TANGENTS = "kitsune_tangents"
 
 _as_strided = torch.ops.aten.as_strided.default
 
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """The two programs of a call.
+    """The programs of a call.
 
     Attributes:
-        joint: both as one graph: takes the flat tensors of the call, then a gradient for each differentiable output;
-            returns the outputs, then the gradients of the inputs at `gradient_places`.
+        joint: all as one graph: takes the flat tensors of the call, then a gradient for each root; returns the outputs,
+            then the gradients that each of the `parts` returns.
         forward: takes the flat tensors of the call; returns its outputs, then the saved values.
-        backward: takes the saved values, then a gradient for each differentiable output; returns
-            the gradients of the inputs at `gradient_places`.
-        differentiable: for each output, whether it has a gradient.
-        tangents: layouts of the gradients of the differentiable outputs.
-        gradient_places: positions of the flat inputs that get a gradient.
-        depends: for each of those gradients, the indices of the tangents it depends on.
-        saved_inputs: positions of the flat inputs that saved values are, or are views of: as in eager, no edit may come
-            between the call and its backward pass.
-        readers: for each saved value, then for each of the `saved_inputs`, the indices of the tangents whose backward
-            passes read it.
-        groups: for each differentiable output, a number that it has in common with those whose backward pass needs
-            the same nodes of autograd's graph to have kept something; others may have theirs at other times.
+        parts: of the backward pass, in its order: what one of them gives gradients to comes later.
+        differentiable: for each output, whether it has a gradient. Those that have one are the first roots.
+        tangents: layouts of the gradients of the roots.
         autocast: what autocast computes in during the backward pass; None outside of it.
         is_rewritten: whether operators have been replaced since it was traced.
-        repeatable: whether running the call again has no effect: it draws no random numbers and
-            writes to none of its inputs.
+        repeatable: whether running the call again inside of autograd gives each part's gradients, and has no other
+            effect: it draws no random numbers, writes to none of its inputs, and no output is computed from another.
     """
 
     joint: fx.GraphModule
     forward: fx.GraphModule
-    backward: fx.GraphModule
+    parts: tuple[BackwardPart, ...]
     differentiable: tuple[bool, ...]
     tangents: tuple[TensorLayout, ...]
-    gradient_places: tuple[int, ...]
-    depends: tuple[frozenset[int], ...]
-    saved_inputs: tuple[int, ...]
-    readers: tuple[frozenset[int], ...]
-    groups: tuple[int, ...]
     autocast: torch.dtype | None
     repeatable: bool
     is_rewritten: bool = False
@@ -81,65 +67,111 @@ def trace_split(
     refusal = refuse_arguments(flat)
     if refusal is not None:
         raise RefusedError(refusal)
-    examples = [_example(output) for output in dataflow.outputs(graph.graph)]
-    differentiable = tuple(example.requires_grad for example in examples)
+    results = dataflow.outputs(graph.graph)
+    differentiable = tuple(_example(result).requires_grad for result in results)
     if not any(differentiable):
         raise RefusedError(Refusal("no output of the model requires a gradient"))
-    _refuse_nested_outputs(graph.graph, differentiable)
-    layouts = tuple(TensorLayout.of(example) for example, needs in zip(examples, differentiable, strict=True) if needs)
-    wanted = [position for position, tensor in enumerate(flat) if tensor.requires_grad]
-    reached: list[int] = []
-    groups: list[int] = []
+    stages = cut(graph.graph, [result for result in results if result is not None and _example(result).requires_grad])
+    layouts = stages.layouts()
+    traced: list[TracedPart] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        values, tangents = inputs[: len(flat)], inputs[len(flat) :]
-        outputs = interpret(graph, values)
-        _refuse_aliases(outputs, values)
-        roots = [output for output, needs in zip(outputs, differentiable, strict=True) if needs]
-        groups[:] = _groups(roots)
-        grads = gradients(roots, [values[place] for place in wanted], tangents, autocast)
-        reached[:] = [place for place, grad in zip(wanted, grads, strict=True) if grad is not None]
-        present = [grad for grad in grads if grad is not None]
-        owned = own_gradients([values[place] for place in reached], present, inputs)
-        return [*(output.detach() for output in outputs), *owned]
+        outputs, roots = run_in_stages(graph, stages, inputs[: len(flat)])
+        _refuse_aliases(outputs, inputs[: len(flat)])
+        _refuse_nested(roots, sum(differentiable))
+        traced[:] = _go_back(stages, roots, inputs, [tensor.requires_grad for tensor in flat], layouts, autocast)
+        return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
 
     module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
-    parts = _partition(module, len(flat), len(examples))
-    repeatable = not dataflow.written_inputs(module.graph)
+    used = sorted(root for part in traced for root in part.roots)
+    _drop_tangents(module, len(flat), set(used))
+    forward, parts = partition(module, len(flat), len(results), [part.renumbered(used, len(flat)) for part in traced])
+    _refuse_gaps(parts, len(flat))
+    repeatable = stages.num_stages == 1 and not dataflow.written_inputs(module.graph)
     repeatable &= not any(map(dataflow.draws_random_numbers, module.graph.nodes))
     return SplitProgram(
         joint=module,
-        forward=parts.forward,
-        backward=parts.backward,
+        forward=forward,
+        parts=parts,
         differentiable=differentiable,
-        tangents=layouts,
-        gradient_places=tuple(reached),
-        depends=parts.depends,
-        saved_inputs=parts.saved_inputs,
-        readers=parts.readers,
-        groups=tuple(groups),
+        tangents=tuple(layouts[root] for root in used),
         autocast=autocast,
         repeatable=repeatable,
     )
 
 
-def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
-    """`program`, of which all outputs have one group, from a graph that computes what `program.joint` does.
+def _go_back(
+    stages: Cut,
+    roots: Sequence[Root],
+    inputs: Sequence[torch.Tensor],
+    trained: Sequence[bool],
+    layouts: Sequence[TensorLayout],
+    autocast: torch.dtype | None,
+) -> list[TracedPart]:
+    """The backward pass, stage by stage; what no later stage gives a gradient to is no root.
 
-    It is changed so that nothing shows: results get the strides that they had, and what the backward pass reads of
-    inputs that it did not read is copied in the forward pass, for they may be edited before.
+    Args:
+        inputs: the flat ones, then the gradients of all roots.
+        trained: for each flat input, whether it gets a gradient.
+        layouts: of the gradients of all roots.
+    """
+    num_flat = len(trained)
+    leaves: list[Any] = [*inputs[:num_flat], *(root.leaf for root in roots)]
+    parts: list[TracedPart] = []
+    reached = set(range(stages.num_outputs))
+    for stage in reversed(range(stages.num_stages)):
+        here = [index for index in stages.in_order() if index in reached and stages.of_root(index) == stage]
+        earlier = [root.leaf is not None and stages.of_root(index) < stage for index, root in enumerate(roots)]
+        places = [place for place, needs in enumerate([*trained, *earlier]) if needs]
+        for group, keeps in reversed(_groups(roots, here)):
+            heads, weights = [roots[index].tensor for index in group], [inputs[num_flat + index] for index in group]
+            found = gradients(heads, [leaves[place] for place in places], weights, autocast)
+            grads = {place: grad for place, grad in zip(places, found, strict=True) if grad is not None}
+            reached |= {place - num_flat for place in grads if place >= num_flat}
+            parts.append(TracedPart(group, tuple(grads), keeps, _owned(grads, inputs, layouts)))
+    return parts
+
+
+def _owned(
+    grads: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor], layouts: Sequence[TensorLayout]
+) -> list[torch.Tensor]:
+    """`grads`, by place, in memory of their own, and laid out like what they are of."""
+    num_flat = len(inputs) - len(layouts)
+    laid = {place: grad if place < num_flat else layouts[place - num_flat].fit(grad) for place, grad in grads.items()}
+    likes = [inputs[place] if place < num_flat else grad for place, grad in laid.items()]
+    return own_gradients(likes, list(laid.values()), inputs)
+
+
+def _drop_tangents(module: fx.GraphModule, num_flat: int, used: Collection[int]) -> None:
+    for index, tangent in enumerate(dataflow.placeholders(module.graph)[num_flat:]):
+        if index not in used:
+            module.graph.erase_node(tangent)
+    module.recompile()
+
+
+def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
+    """`program`, from a graph that computes what `program.joint` does.
+
+    It is changed so that nothing shows: results get the strides that they had, and what a part of the backward pass
+    reads of inputs that it did not read is copied in the forward pass, for they may be edited before.
 
     Raises:
         RefusedError: it cannot be split; or part of what the forward pass has to do would be left to the backward pass.
     """
     num_inputs = len(dataflow.placeholders(joint.graph)) - len(program.tangents)
-    num_outputs = len(dataflow.outputs(joint.graph)) - len(program.gradient_places)
+    num_outputs = len(program.differentiable)
     _keep_strides(joint.graph, program.joint.graph)
-    _copy_further_inputs(joint.graph, num_inputs, program.saved_inputs)
-    parts = _partition(joint, num_inputs, num_outputs)
-    if dataflow.written_inputs(parts.forward.graph).keys() != dataflow.written_inputs(program.forward.graph).keys():
+    for part in program.parts:
+        _copy_further_inputs(joint.graph, num_inputs, part.saved_inputs, part.roots)
+    traced = [TracedPart(part.roots, part.gradient_places, part.keeps) for part in program.parts]
+    forward, parts = partition(joint, num_inputs, num_outputs, traced)
+    if dataflow.written_inputs(forward.graph).keys() != dataflow.written_inputs(program.forward.graph).keys():
         raise RefusedError(Refusal("a buffer would be written by the backward pass"))
-    return replace(program, joint=joint, forward=parts.forward, backward=parts.backward, is_rewritten=True)
+    parts = tuple(
+        replace(before, saved=part.saved, backward=part.backward)
+        for before, part in zip(program.parts, parts, strict=True)
+    )
+    return replace(program, joint=joint, forward=forward, parts=parts, is_rewritten=True)
 
 
 def _keep_strides(graph: fx.Graph, before: fx.Graph) -> None:
@@ -156,7 +188,8 @@ def _keep_strides(graph: fx.Graph, before: fx.Graph) -> None:
     output.args = fx.map_arg(output.args, lambda node: seen.get(node, node))
 
 
-def _copy_further_inputs(graph: fx.Graph, num_inputs: int, saved_inputs: Sequence[int]) -> None:
+def _copy_further_inputs(graph: fx.Graph, num_inputs: int, saved_inputs: Sequence[int], roots: Sequence[int]) -> None:
+    """In the forward pass, for what is computed from gradients of `roots`."""
     places = dataflow.placeholders(graph)
     further = {
         storage
@@ -164,16 +197,17 @@ def _copy_further_inputs(graph: fx.Graph, num_inputs: int, saved_inputs: Sequenc
         if place not in saved_inputs
         for storage in dataflow.storages(node)
     }
-    depends = _dependence(graph, places[num_inputs:])
+    depends = dependence(graph, places[num_inputs:])
     order = {node: place for place, node in enumerate(graph.nodes)}
     late = [node for node in graph.nodes if node in depends and node.op == "call_function"]
-    read = dict.fromkeys(argument for node in late for argument in node.all_input_nodes if argument not in depends)
+    own = [node for node in late if depends[node] <= set(roots)]
+    read = dict.fromkeys(argument for node in own for argument in node.all_input_nodes if argument not in depends)
     for one in read:
         if not dataflow.storages(one).isdisjoint(further):
             # At the end of the forward pass; a view may have been taken only then. No input is written any later.
             place = late[0] if order[one] < order[late[0]] else one.next
             copy = _call_before(place, torch.ops.aten.clone.default, (one,))
-            one.replace_all_uses_with(copy, delete_user_cb=lambda user: user in depends)
+            one.replace_all_uses_with(copy, delete_user_cb=lambda user: user in own)
 
 
 def _call_before(place: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...]) -> fx.Node:
@@ -183,124 +217,6 @@ def _call_before(place: fx.Node, target: torch._ops.OpOverload, args: tuple[Any,
     return node
 
 
-@dataclass(frozen=True)
-class _Parts:
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    depends: tuple[frozenset[int], ...]
-    saved_inputs: tuple[int, ...]
-    readers: tuple[frozenset[int], ...]
-
-
-def _partition(joint: fx.GraphModule, num_inputs: int, num_outputs: int) -> _Parts:
-    places = dataflow.placeholders(joint.graph)
-    inputs, tangents = places[:num_inputs], places[num_inputs:]
-    results = dataflow.outputs(joint.graph)
-    outputs, grads = results[:num_outputs], results[num_outputs:]
-    depends = _dependence(joint.graph, tangents)
-    if any(output in depends for output in outputs):
-        raise RefusedError(Refusal("the backward pass writes to an output of the model"))
-    _refuse_order(joint.graph, depends)
-    late = [node for node in joint.graph.nodes if node in depends and node.op == "call_function"]
-    early = [node for node in joint.graph.nodes if node not in depends and node.op in ("call_function", "get_attr")]
-    read = {argument for node in late for argument in node.all_input_nodes}
-    read |= {grad for grad in grads if isinstance(grad, fx.Node)}
-    saved = [node for node in (*inputs, *early) if node in read]
-    for node in joint.graph.nodes:
-        node.meta[_TANGENTS] = depends.get(node, frozenset())
-    forward = _extract(joint, inputs, early, [*outputs, *saved])
-    backward = _extract(joint, [*saved, *tangents], late, grads)
-    saved_storages = {storage for node in saved for storage in dataflow.storages(node)}
-    saved_inputs = tuple(index for index, node in enumerate(inputs) if dataflow.storages(node) & saved_storages)
-    grads_depend = tuple(depends.get(grad, frozenset()) if isinstance(grad, fx.Node) else frozenset() for grad in grads)
-    readers: dict[fx.Node, frozenset[int]] = {}
-    for node in (*late, *(grad for grad in grads if isinstance(grad, fx.Node))):
-        for argument in (*node.all_input_nodes, node):
-            readers[argument] = readers.get(argument, frozenset()) | depends.get(node, frozenset())
-    of_saved = [readers.get(node, frozenset()) for node in saved]
-    of_inputs = []
-    for memory in (dataflow.storages(inputs[index]) for index in saved_inputs):
-        seen = [of for node, of in zip(saved, of_saved, strict=True) if dataflow.storages(node) & memory]
-        of_inputs.append(frozenset[int]().union(*seen))
-    return _Parts(forward, backward, grads_depend, saved_inputs, (*of_saved, *of_inputs))
-
-
-def without_tangents(backward: fx.GraphModule, missing: frozenset[int]) -> fx.GraphModule:
-    """The backward program for outputs of which some have no gradient.
-
-    What depends on those alone becomes zero. Running it on gradients of zero would not do: where
-    the outputs' own derivatives are infinite it gives NaN.
-    """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in backward.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and node.meta[_TANGENTS] <= missing and isinstance(value, torch.Tensor):
-            size = tuple(value.size())
-            copies[node] = graph.call_function(
-                torch.ops.aten.zeros.default, (size,), {"dtype": value.dtype, "device": value.device}
-            )
-        elif node.op != "output":
-            copies[node] = graph.node_copy(node, lambda argument: copies[argument])
-    results = dataflow.outputs(backward.graph)
-    graph.output([None if result is None else copies[result] for result in results])
-    graph.eliminate_dead_code()
-    return fx.GraphModule(backward, graph)
-
-
-def _dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
-    """For every node that depends on tangents, through data or through memory that such a node writes: on which."""
-    depends = {tangent: frozenset([index]) for index, tangent in enumerate(tangents)}
-    written: dict[int, frozenset[int]] = {}
-    known = -1
-    while known < sum(map(len, depends.values())):
-        known = sum(map(len, depends.values()))
-        for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            union = depends.get(node, frozenset()).union(
-                *(depends.get(argument, frozenset()) for argument in node.all_input_nodes),
-                *(written.get(storage, frozenset()) for storage in dataflow.storages(node)),
-            )
-            if not union:
-                continue
-            depends[node] = union
-            for target in dataflow.written(node):
-                for storage in dataflow.storages(target):
-                    written[storage] = written.get(storage, frozenset()) | union
-    return depends
-
-
-def _refuse_order(graph: fx.Graph, depends: dict[fx.Node, frozenset[int]]) -> None:
-    """The split runs every early node before every late one; that must not reorder writes or random numbers."""
-    early_storages: set[int] = set()
-    late_seen = False
-    for node in graph.nodes:
-        late = node in depends and node.op == "call_function"
-        late_seen |= late
-        targets = {storage for target in dataflow.written(node) for storage in dataflow.storages(target)}
-        if late and targets & early_storages:
-            raise RefusedError(Refusal(f"the backward pass writes to a value of the forward pass ({node.target})"))
-        if late_seen and not late and (dataflow.draws_random_numbers(node) or targets & early_storages):
-            raise RefusedError(Refusal(f"{node.target} runs between parts of the backward pass"))
-        if not late and not late_seen:
-            early_storages |= dataflow.storages(node)
-
-
-def _extract(
-    joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], results: Sequence[dataflow.Result]
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in body:
-        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
-    graph.output([copies[result] if isinstance(result, fx.Node) else result for result in results])
-    return fx.GraphModule(joint, graph)
-
-
 def _example(output: dataflow.Result) -> torch.Tensor:
     value = output.meta.get("example_value") if isinstance(output, fx.Node) else None
     if not isinstance(value, torch.Tensor):
@@ -308,22 +224,31 @@ def _example(output: dataflow.Result) -> torch.Tensor:
     return value
 
 
-def _groups(roots: Sequence[torch.Tensor]) -> list[int]:
-    """See `SplitProgram.groups`. Nodes that have kept nothing may be reached by every backward pass."""
-    groups: list[int] = []
-    seen: list[set[Any]] = []
-    for index, root in enumerate(roots):
-        nodes, waiting = set[Any](), [root.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                waiting += [following for following, _ in node.next_functions]
-        keeping = {node for node in nodes if _keeps_values(node)}
-        joined = {groups[other] for other in range(index) if not keeping.isdisjoint(seen[other])}
-        groups = [index if group in joined else group for group in groups] + [index]
-        seen.append(keeping)
-    return groups
+def _groups(roots: Sequence[Root], members: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
+    """Roots that have a node of autograd's graph in common which has kept something, and whether there is one.
+
+    Nodes that have kept nothing may be reached by every backward pass. The order is that of the `members`; that of a
+    group is its last one's.
+    """
+    groups: list[tuple[list[int], set[Any]]] = []
+    for index in members:
+        keeping = set(filter(_keeps_values, _nodes_of(roots[index].tensor)))
+        joined = [group for group in groups if not keeping.isdisjoint(group[1])]
+        groups = [group for group in groups if keeping.isdisjoint(group[1])]
+        several = [other for others, _ in joined for other in others]
+        groups.append(([*several, index], keeping.union(*(nodes for _, nodes in joined))))
+    return [(tuple(group), bool(keeping)) for group, keeping in groups]
+
+
+def _nodes_of(root: torch.Tensor) -> set[Any]:
+    """The nodes of autograd's graph that a backward pass from `root` goes through."""
+    nodes, waiting = set[Any](), [root.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return nodes
 
 
 def _keeps_values(node: Any) -> bool:
@@ -331,16 +256,25 @@ def _keeps_values(node: Any) -> bool:
     return hasattr(node, "saved_tensors") or any(name.startswith("_raw_saved_") for name in dir(node))
 
 
-def _refuse_nested_outputs(graph: fx.Graph, differentiable: Sequence[bool]) -> None:
-    """The outputs of a replay are siblings in autograd's graph, so none may be computed from another one."""
-    results = [node for node in dataflow.outputs(graph) if isinstance(node, fx.Node)]
-    roots = {node for node, needs in zip(results, differentiable, strict=True) if needs}
-    below: set[fx.Node] = set()
-    for node in graph.nodes:
-        if any(argument in roots or argument in below for argument in node.all_input_nodes):
-            below.add(node)
-    if roots & below:
+def _refuse_nested(roots: Sequence[Root], num_outputs: int) -> None:
+    """Autograd knows best: where an operator writes in place, the graph does not tell what a value is computed from."""
+    outputs = {(root.tensor.grad_fn, root.tensor.output_nr) for root in roots[:num_outputs]}
+    edges = {edge for root in roots for node in _nodes_of(root.tensor) for edge in node.next_functions}
+    if not outputs.isdisjoint(edges):
         raise RefusedError(Refusal("an output of the model, or a tensor it stores, is computed from another one"))
+
+
+def _refuse_gaps(parts: Sequence[BackwardPart], num_flat: int) -> None:
+    """Autograd calls hooks of all that a node may give gradients to, and without one where it gives none."""
+    for part in parts:
+        everything = frozenset(range(len(part.roots)))
+        pairs = zip(part.gradient_places, part.depends, strict=True)
+        if not part.gradient_places:
+            raise RefusedError(Refusal("no gradient reaches the model from one of its outputs"))
+        if any(place >= num_flat and needs != everything for place, needs in pairs):
+            raise RefusedError(
+                Refusal("of two outputs of the model that are computed together, one is computed from a third")
+            )
 
 
 def _refuse_aliases(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation
-from kitsune.capture.split_program import SplitProgram, without_tangents
+from kitsune.capture.partition import without_tangents
+from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.trace import gradients, interpret, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
@@ -42,6 +42,7 @@ def trace_tail(
     """Traces the operations, the backward pass of the loss, and that of the call.
 
     Args:
+        program: the call's, whose backward pass has one part.
         operations: what is done with the outputs; the place of an output is its index, the results follow.
         root: the place of the loss.
         wanted: the places of other results that are to be returned.
@@ -77,7 +78,7 @@ def trace_tail(
     module = trace(joint, [*saved, *outputs, *(tensor for some in given for tensor in some)])
     if any(map(dataflow.draws_random_numbers, module.graph.nodes)):
         raise RefusedError(Refusal("what the loop does with the model's output draws random numbers"))
-    return TailProgram(module, tuple(results), tuple(program.gradient_places[index] for index in used))
+    return TailProgram(module, tuple(results), tuple(program.parts[0].gradient_places[index] for index in used))
 
 
 def _needed(operations: Sequence[Operation], results: Sequence[int], num_outputs: int) -> set[int]:
@@ -93,16 +94,13 @@ def _backward(
     program: SplitProgram, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Gradients of the call's inputs; None for those that depend on outputs only that have no gradient themselves."""
+    (part,) = program.parts
     missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-    backward = without_tangents(program.backward, missing) if missing else program.backward
+    backward = without_tangents(part.backward, missing) if missing else part.backward
     dense = [
-        layout.empty().zero_() if tangent is None else _in_layout(tangent, layout)
+        layout.empty().zero_() if tangent is None else layout.fit(tangent)
         for tangent, layout in zip(tangents, program.tangents, strict=True)
     ]
     with torch.no_grad(), torch.autocast(program.tangents[0].device.type, enabled=False):
         grads = interpret(backward, [*saved, *dense])
-    return [None if needs and needs <= missing else grad for grad, needs in zip(grads, program.depends, strict=True)]
-
-
-def _in_layout(tangent: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    return tangent if tangent.stride() == layout.stride else layout.empty().copy_(tangent)
+    return [None if needs and needs <= missing else grad for grad, needs in zip(grads, part.depends, strict=True)]

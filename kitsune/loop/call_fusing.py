@@ -59,51 +59,59 @@ def fused_call(
 
 
 def _ordered(program: SplitProgram) -> fx.GraphModule | None:
-    """The joint graph, with an operator that makes the gradient of the output depend on all outputs.
+    """The joint graph, with operators that make each gradient of a root depend on all outputs, and on all parts before.
 
-    So nothing that an output is computed from can become one operator with a part of the backward pass.
-    None if there are several gradients, of which some may be missing, or one that an operator would lay out otherwise.
+    So no two of what an output is computed from and the parts of the backward pass can become one operator.
+    None if a part has several roots, of which some may get no gradient, or if the operator would lay one out otherwise.
     """
-    if len(program.tangents) != 1 or not dataflow.placeholders(program.joint.graph)[-1].users:
+    if any(len(part.roots) != 1 for part in program.parts):
         return None
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.joint.graph, {}))
-    tangent = dataflow.placeholders(graph)[-1]
-    bases = [_base(one) for one in dataflow.outputs(graph)[: len(program.differentiable)] if one is not None]
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    first = min(tangent.users, key=order.__getitem__)
-    if any(order[base] >= order[first] for base in bases):
-        return None
-    args = tangent, bases
-    with graph.inserting_before(first):
-        after = graph.call_function(_after, args)
-    after.meta["val"] = value(mode_of(graph), _after, args, {})
-    if after.meta["val"].stride() != tangent.meta["val"].stride():
-        return None
-    tangent.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
+    tangents = dataflow.placeholders(graph)[-len(program.tangents) :]
+    results = iter(dataflow.outputs(graph))
+    before = [_base(next(results)) for _ in program.differentiable]
+    for part in program.parts:
+        if not _put_after(graph, tangents[part.roots[0]], before):
+            return None
+        before += [_base(next(results)) for _ in part.gradient_places]
     return fx.GraphModule(program.joint, graph)
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """What an output is a view of."""
+def _put_after(graph: fx.Graph, tangent: fx.Node, before: Sequence[fx.Node]) -> bool:
+    """Makes `tangent` depend on `before`, if that can be."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    first = min(tangent.users, key=order.__getitem__, default=None)
+    if first is None or any(order[node] >= order[first] for node in before):
+        return False
+    args = tangent, list(before)
+    with graph.inserting_before(first):
+        after = graph.call_function(_after, args)
+    after.meta["val"] = value(mode_of(graph), _after, args, {})
+    tangent.replace_all_uses_with(after, delete_user_cb=lambda user: user is not after)
+    return bool(after.meta["val"].stride() == tangent.meta["val"].stride())
+
+
+def _base(result: dataflow.Result) -> fx.Node:
+    """What a result is a view of."""
+    assert result is not None
+    node = result
     while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
 
 
 def _unordered(module: fx.GraphModule) -> fx.GraphModule:
-    """Without the operator. Where its result is written to, a copy stays: gradients belong to autograd."""
+    """Without the operators. Where a result of them is written to, a copy stays: gradients belong to autograd."""
     graph = module.graph
-    (after,) = (node for node in graph.nodes if node.target is _after)
     written = {storage for node in graph.nodes for one in dataflow.written(node) for storage in dataflow.storages(one)}
-    tangent = after.args[0]
-    with graph.inserting_before(after):
-        taken = graph.call_function(torch.ops.aten.clone.default, (tangent,))
-    taken.meta = dict(after.meta)
-    is_written = not written.isdisjoint(dataflow.storages(after))
-    after.replace_all_uses_with(taken if is_written else tangent)
-    graph.erase_node(after)
-    if not is_written:
-        graph.erase_node(taken)
+    for after in [node for node in graph.nodes if node.target is _after]:
+        taken = after.args[0]
+        if not written.isdisjoint(dataflow.storages(after)):
+            with graph.inserting_before(after):
+                taken = graph.call_function(torch.ops.aten.clone.default, (taken,))
+            taken.meta = dict(after.meta)
+        after.replace_all_uses_with(taken)
+        graph.erase_node(after)
     module.recompile()
     return module

@@ -10,13 +10,11 @@ import torch
 from torch import fx
 
 from kitsune.capture.ambient import autocast_dtype
-from kitsune.capture.layout import TensorLayout
-from kitsune.capture.split_program import SplitProgram, without_tangents
+from kitsune.capture.partition import BackwardPart
+from kitsune.capture.split_program import SplitProgram
 from kitsune.errors import KitsuneError
-from kitsune.execution.in_order import InOrder
-from kitsune.execution.ownership import HandedOut
+from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.following import SPENT, Following, Tail, Tails
-from kitsune.loop.kept import Kept, can_go_back, is_freed
 from kitsune.loop.recording import Recording
 from kitsune.loop.tail_step import TailStep
 
@@ -34,13 +32,12 @@ class Listener(Protocol):
 class CallGraphs:
     """The captured forward and backward pass of a call.
 
-    Outputs belong to the user. Gradients alias the graph's memory where the graph keeps its outputs; while any of them
-    is still referred to, the backward pass runs operator by operator into new memory instead.
+    Outputs belong to the user.
 
     Args:
         program: the two passes.
-        forward, backward: recordings of them; there is none of the backward pass where a recording keeps no memory.
-        gradients: static gradients by address; entries are added here.
+        forward: a recording of the forward pass.
+        backwards: the parts of the backward pass, as in `program`.
         stable: positions of inputs that stay the same tensors from call to call.
         again: runs the call once more, inside autograd; None where that would differ.
         step: is told; it is not kept alive.
@@ -51,8 +48,7 @@ class CallGraphs:
         self,
         program: SplitProgram,
         forward: Recording,
-        backward: Recording | None,
-        gradients: dict[int, torch.Tensor],
+        backwards: Sequence[BackwardGraph],
         stable: Collection[int],
         again: fx.GraphModule | None,
         step: Listener,
@@ -65,35 +61,52 @@ class CallGraphs:
         self.again = again
         self.stable = frozenset(stable)
         self._step = weakref.ref(step)
-        self.copied_backwards = 0
         self.has_replayed_loss = False  # in the backward pass of the latest call
-        self._backward = backward
-        self._backwards_in_order = {frozenset[int](): InOrder(program.backward)}
-        self._pending: weakref.ref[Any] | None = None
-        self._gradients = gradients
-        self._static = backward.executor.static_outputs() if backward is not None else []
-        gradients.update((tensor.data_ptr(), tensor) for tensor in self._static)
-        self._handed_out = HandedOut(self._static)
-
-    def run_forward(self, flat: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs, the caller's to keep, and saved values."""
-        values = list(self.forward(flat))
-        count = len(self.program.differentiable)
-        outputs = values[:count]
-        if self.forward.executor.keeps_outputs:
-            outputs = [output.clone() for output in outputs]
-        return outputs, values[count:]
+        self._backwards = backwards
+        self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
+        self._contexts: list[weakref.ref[Any]] = []  # the nodes of the latest call
 
     def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The outputs of a call as the loop gets them."""
-        return self._followed(_Replay.apply(self, *flat))  # type: ignore[no-untyped-call]
+        run = _Run(flat, [*flat, *[None] * len(self.program.tangents)])
+        self._contexts = []
+        for graph in reversed(self._backwards):
+            inputs = [run.ends[place] for place in graph.part.gradient_places]
+            results = _Replay.apply(self, graph, run, *inputs)  # type: ignore[no-untyped-call]
+            self._link(run, graph.part.roots, results)
+        return self._followed(run.outputs)
+
+    def run_forward(self, run: _Run) -> None:
+        """Runs the forward pass. To be called where autograd records nothing."""
+        values = list(self.forward(run.flat))
+        count = len(self.program.differentiable)
+        run.outputs, run.saved = values[:count], values[count:]
+        if self.forward.executor.keeps_outputs:
+            run.outputs = [output.clone() for output in run.outputs]
+
+    def results(self, run: _Run, roots: Sequence[int]) -> list[torch.Tensor]:
+        """The results of a node of autograd's graph: an output if that is its only root, else what stands for each."""
+        if len(roots) == 1 and roots[0] < len(self._outputs):
+            return [run.outputs[self._outputs[roots[0]]]]
+        return [self.program.tangents[root].without_memory() for root in roots]
+
+    def _link(self, run: _Run, roots: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+        """Gives the results of a node to the user, and to the nodes that come later."""
+        for root, result in zip(roots, results, strict=True):
+            end = result
+            if root < len(self._outputs):
+                place = self._outputs[root]
+                if len(roots) > 1:
+                    end = _Output.apply(result, [run.outputs[place]])  # type: ignore[no-untyped-call]
+                run.outputs[place] = end
+            run.ends[len(run.flat) + root] = end
 
     def _followed(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.has_replayed_loss = False
         if self.tail_step is None or self._tails.are_refused():
             return outputs
-        node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
-        following = Following(outputs, self._tails, _TailsOfCall(self, node))
+        (context,) = self._contexts
+        following = Following(outputs, self._tails, _TailsOfCall(self, context()))
         return following.outputs(self.program.differentiable)
 
     def replay_tail(
@@ -112,19 +125,8 @@ class CallGraphs:
         results = self.tail_step.replay(tail, saved, outputs, wanted)
         if results is not None:
             node.is_spent = self.has_replayed_loss = True
-            self._drop_backward()
+            self._backwards[0].drop_recording()
         return results
-
-    def _drop_backward(self) -> None:
-        """Gives up the graph of backward passes from the outputs on: those from the loss on take its place."""
-        if self._backward is None or self._handed_out.in_use():
-            return
-        self._backward.release()
-        self._backward = None
-        for tensor in self._static:
-            self._gradients.pop(tensor.data_ptr(), None)
-        self._static = []
-        self._handed_out = HandedOut([])
 
     def divide(self, flat: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The stable inputs, and the arguments, of a call that may have to be run again; none of one that cannot be."""
@@ -139,28 +141,12 @@ class CallGraphs:
         count = len(stable) + len(arguments)
         return [next(parts[place not in self.stable]) for place in range(count)]
 
-    def run_backward(
-        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs at `program.gradient_places`; None for those that depend on unused outputs only."""
-        layouts = self.program.tangents
-        dense = [_in_layout(tangent, layout) for tangent, layout in zip(tangents, layouts, strict=True)]
-        inputs = [*saved, *dense]
-        missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-        if self._backward is not None and not missing and not self._handed_out.in_use():
-            grads = self._backward(inputs)
-        else:
-            self.copied_backwards += self._backward is not None and not missing
-            grads = self._in_order(missing)(inputs)
-        return [
-            None if needs and needs <= missing else grad.detach()
-            for grad, needs in zip(grads, self.program.depends, strict=True)
-        ]
-
-    def _in_order(self, missing: frozenset[int]) -> InOrder:
-        if missing not in self._backwards_in_order:
-            self._backwards_in_order[missing] = InOrder(without_tangents(self.program.backward, missing))
-        return self._backwards_in_order[missing]
+    def take_num_copied(self) -> int:
+        """How many backward passes ran into new memory, to spare gradients in use, since this was last asked."""
+        count = sum(graph.num_copied for graph in self._backwards)
+        for graph in self._backwards:
+            graph.num_copied = 0
+        return count
 
     def refuse_backward(self) -> None:
         """A backward pass is to be differentiated or batched.
@@ -172,8 +158,9 @@ class CallGraphs:
             step.refuse_backward()
         if self.again is None:
             raise KitsuneError(
-                "create_graph or is_grads_batched came after a replay that cannot be repeated (random numbers, buffers "
-                "or autocast); later calls of this model run eagerly, or use mode='eager' from the beginning"
+                "create_graph or is_grads_batched came after a replay that cannot be repeated (random numbers, "
+                "buffers, autocast, or an output computed from another one); later calls of this model run eagerly, or "
+                "use mode='eager' from the beginning"
             )
 
     def suits_autocast(self, kind: str) -> bool:
@@ -186,15 +173,15 @@ class CallGraphs:
         return False
 
     def backward_again(
-        self, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+        self, part: BackwardPart, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """As `run_backward`, from the inputs of the call and by autograd, as it would at present."""
+        """The gradients of `part`, from the inputs of the call and by autograd, as it would at present."""
         assert self.again is not None
         with torch.enable_grad(), torch.autocast(flat[0].device.type, enabled=False):
             outputs = self.again(*flat)
-        roots = [output for output, needs in zip(outputs, self.program.differentiable, strict=True) if needs]
+        roots = [outputs[self._outputs[root]] for root in part.roots]
         used = [index for index, tangent in enumerate(tangents) if tangent is not None]
-        inputs = [flat[place] for place in self.program.gradient_places]
+        inputs = [flat[place] for place in part.gradient_places]
         weights = [tangents[index] for index in used]
         return list(
             torch.autograd.grad(
@@ -211,30 +198,45 @@ class CallGraphs:
 
         Where a part of it ran already, and another may follow, they get memory of their own.
         """
-        context = None if self._pending is None else self._pending()
-        if context is None or context.is_spent or not self.forward.executor.keeps_outputs:
+        if not self.forward.executor.keeps_outputs:
             return False
-        if context.kept is None:
-            return can_go_back(context)
-        if not is_freed(context):
-            return True
-        if not context.kept.is_over():
-            with torch.no_grad():
-                context.static, self._pending = [tensor.clone() for tensor in context.static], None
+        contexts = [context for reference in self._contexts if (context := reference()) is not None]
+        waiting = [context for context in contexts if not context.is_spent and _can_go_back(context)]
+        if not any(context.has_gone_back and context not in waiting for context in contexts):
+            return bool(waiting)
+        with torch.no_grad():
+            for context in waiting:
+                context.static = [tensor.clone() for tensor in context.static]
+        self._contexts = []
         return False
 
     def now_pending(self, context: Any) -> None:
-        self._pending = weakref.ref(context)
+        self._contexts.append(weakref.ref(context))
 
     def release(self) -> None:
-        for tensor in self._static:
-            self._gradients.pop(tensor.data_ptr(), None)
+        for graph in self._backwards:
+            graph.forget_gradients()
         if not self.is_pending():
             self.forward.release()
-            if self._backward is not None:
-                self._backward.release()
+            for graph in self._backwards:
+                graph.release()
             if self.tail_step is not None:
                 self.tail_step.release()
+
+
+class _Run:
+    """A call.
+
+    Attributes:
+        flat: its inputs.
+        outputs, saved: the caller's to keep, and the saved values, once the forward pass has run.
+        ends: what gets gradients: the flat inputs, then the roots, None until there is a node for them.
+    """
+
+    def __init__(self, flat: Sequence[torch.Tensor], ends: list[Any]) -> None:
+        self.flat, self.ends = flat, ends
+        self.outputs: list[torch.Tensor] = []
+        self.saved: list[torch.Tensor] = []
 
 
 class _TailsOfCall:
@@ -253,46 +255,45 @@ class _TailsOfCall:
 
 
 class _Replay(torch.autograd.Function):
-    """A node of the user's autograd graph that stands for a whole call of the module."""
+    """A node of the user's autograd graph that stands for a part of a call of the module, or for all of it."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: CallGraphs, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, saved = graphs.run_forward(flat)
-        ctx.graphs = graphs
+    def forward(
+        ctx: Any, graphs: CallGraphs, graph: BackwardGraph, run: _Run, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        part = graph.part
+        if not run.outputs:  # of the nodes of a call, this is the first
+            graphs.run_forward(run)
+        ctx.graphs, ctx.graph = graphs, graph
         ctx.is_spent = False  # set when a replay has done what `backward` would
-        ctx.num_inputs = len(flat)
-        stable, arguments = graphs.divide(flat)
-        ctx.stable = stable
+        ctx.has_gone_back = False
         ctx.set_materialize_grads(False)
-        differentiable = graphs.program.differentiable
-        ctx.mark_non_differentiable(
-            *(output for output, needs in zip(outputs, differentiable, strict=True) if not needs)
-        )
-        program = graphs.program
+        results = graphs.results(run, part.roots)
+        saved = [run.saved[index] for index in part.saved]
         ctx.static = saved if graphs.forward.executor.keeps_outputs else None
-        values = saved if ctx.static is None else []
-        checked = [flat[place] for place in program.saved_inputs]
+        # Outputs may be among them. Those of other nodes would keep these alive, and this one with them.
+        values = [] if ctx.static is not None else saved if len(results) == 1 else [one.detach() for one in saved]
+        checked = [run.flat[place] for place in part.saved_inputs]
         ctx.num_values, ctx.num_saved = len(values), len(values) + len(checked)
+        stable, arguments = graphs.divide(run.flat)
+        ctx.stable = stable
         ctx.versions = [(weakref.ref(tensor), tensor._version) for tensor in (*stable, *arguments)]
         # Eager may not need the arguments afterwards, so the user may edit them: `.data` has a version of its own.
         again = [tensor if tensor.requires_grad else tensor.data for tensor in arguments]
         ctx.save_for_backward(*values, *checked, *again)
-        ctx.kept = None
-        if len(set(program.groups)) > 1:
-            of_values, of_checked = program.readers[: len(saved)], program.readers[len(saved) :]
-            readers = [*(of_values if ctx.static is None else ()), *of_checked, *(frozenset[int]() for _ in again)]
-            ctx.kept = Kept(program.groups, [*values, *checked, *again], readers)
         graphs.now_pending(ctx)
-        return tuple(outputs)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         graphs: CallGraphs = ctx.graphs
-        differentiable = graphs.program.differentiable
-        given = [tangent for tangent, needs in zip(tangents, differentiable, strict=True) if needs]
-        saved = _saved(ctx, given)
+        if ctx.is_spent:
+            raise RuntimeError(SPENT)
+        runs_once = ctx.graph.part.keeps or graphs.again is not None
+        saved = ctx.saved_tensors if runs_once else ()
+        ctx.has_gone_back = True
         values, arguments = saved[: ctx.num_values], saved[ctx.num_saved :]
-        is_again = torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in given)
+        is_again = torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in tangents)
         if is_again:
             graphs.refuse_backward()
         elif not graphs.suits_autocast(graphs.program.tangents[0].device.type):
@@ -300,35 +301,32 @@ class _Replay(torch.autograd.Function):
         if is_again:
             if _were_edited(ctx.versions):
                 raise KitsuneError("an input of the model was edited before its backward pass had to run again")
-            grads = graphs.backward_again(graphs.unite(ctx.stable, arguments), given)
+            grads = graphs.backward_again(ctx.graph.part, graphs.unite(ctx.stable, arguments), tangents)
         else:
-            grads = graphs.run_backward(values if ctx.static is None else ctx.static, given)
-        result: list[torch.Tensor | None] = [None] * (ctx.num_inputs + 1)
-        for place, grad in zip(graphs.program.gradient_places, grads, strict=True):
-            result[place + 1] = grad
-        return tuple(result)
+            grads = ctx.graph(values if ctx.static is None else ctx.static, tangents)
+        return (None, None, None, *grads)
 
 
-def _saved(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-    """What was saved for a backward pass that starts from the outputs with `tangents`.
+class _Output(torch.autograd.Function):
+    """A node for one of several outputs of another node: its hooks run only where a gradient comes to this output."""
 
-    Raises:
-        RuntimeError: an input was edited in place, or the backward pass ran already.
-    """
-    if ctx.is_spent:
-        raise RuntimeError(SPENT)
-    if ctx.kept is None:
-        saved: Sequence[torch.Tensor] = ctx.saved_tensors
-        return saved
-    return ctx.kept.take(ctx, {index for index, tangent in enumerate(tangents) if tangent is not None})  # type: ignore[no-any-return]
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, output: list[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return tangents[0], None
 
 
-def _in_layout(tangent: torch.Tensor | None, layout: TensorLayout) -> torch.Tensor:
-    if tangent is None:
-        return layout.empty().zero_()
-    if tangent.stride() == layout.stride:
-        return tangent
-    return layout.empty().copy_(tangent)
+def _can_go_back(context: Any) -> bool:
+    """Whether a backward pass through `context` of an `autograd.Function` would find all that was saved, unedited."""
+    try:
+        _ = context.saved_tensors
+    except RuntimeError:
+        return False
+    return True
 
 
 def _were_edited(versions: Sequence[tuple[weakref.ref[torch.Tensor], int]]) -> bool:

@@ -16,21 +16,18 @@ from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
-from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
-from kitsune.loop import backward_plans
+from kitsune.loop.backward_graph import BackwardGraph
+from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.call_fusing import fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.guarded_step import Call, GuardedStep
-from kitsune.loop.planned_recording import clear, record_planned
-from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
-from kitsune.memory.pool import MemoryPool
 from kitsune.status import ScheduleTime
 
 # A call that has to be captured again and again is not rewritten again and again.
@@ -60,10 +57,10 @@ class SplitStep(GuardedStep):
         log: RefusalLog,
     ) -> None:
         super().__init__(module, call, config=config, chooser=chooser, log=log)
-        self._gradients, self._streams, self._memory = gradients, streams, MemoryPool()
+        self._gradients, self._streams = gradients, streams
+        self._recorder = BackwardRecorder(config, streams, log)
         self._graphs: CallGraphs | None = None
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
-        self.schedules: tuple[ScheduleTime, ...] = ()  # of the backward pass, that were tried
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
         self._may_improve = False  # the present graphs, once replay has proved faster than eager
@@ -90,6 +87,11 @@ class SplitStep(GuardedStep):
     def is_fused(self) -> bool:
         """Whether operators of the captured graphs have been fused."""
         return self._graphs is not None and self._graphs.program.is_rewritten
+
+    @property
+    def schedules(self) -> tuple[ScheduleTime, ...]:
+        """Those of the backward pass that were tried."""
+        return self._recorder.schedules
 
     def watch_backward(self, output: Any) -> None:
         """Learns from the backward pass of an eager call, before a replay meets that.
@@ -148,7 +150,8 @@ class SplitStep(GuardedStep):
         if self._graphs is None:
             return 0.0
         program = self._graphs.program
-        return max(rounding(program.forward.graph), rounding(program.backward.graph))
+        parts = (program.forward, *(part.backward for part in program.parts))
+        return max(rounding(part.graph) for part in parts)
 
     def end_iteration(self) -> int:
         """To be called after each; how many of its backward passes ran one by one to spare gradients still in use."""
@@ -156,9 +159,9 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        if not self._graphs.copied_backwards:
+        count = self._graphs.take_num_copied()
+        if not count:
             return 0
-        count, self._graphs.copied_backwards = self._graphs.copied_backwards, 0
         refusal = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
         self._log.add(RefusedError(refusal, passing=True))
         return count
@@ -237,7 +240,7 @@ class SplitStep(GuardedStep):
         return self._graphs.call(flat)
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
-        self._captured_at, self._unfused, self.schedules = self.replays, None, ()
+        self._captured_at, self._unfused = self.replays, None
         self._may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(trace_split(graph, flat, self._autocast), graph, flat, num_streams=1)
 
@@ -317,61 +320,32 @@ class SplitStep(GuardedStep):
         )
         again = graph if program.repeatable and not torch.is_autocast_enabled(flat[0].device.type) else None
         try:
-            backward = self._record_backward(program, forward, num_streams)
+            recordings = self._recorder.record(program, forward, num_streams=num_streams)
         except torch.OutOfMemoryError:
             forward.release()
             raise RefusedError(Refusal("there is too little device memory to capture the backward pass")) from None
         except BaseException:
             forward.release()
             raise
-        tails = self._tail_step(program, forward, [flat[place] for place in program.gradient_places], known)
-        return CallGraphs(program, forward, backward, self._gradients, stable, again, self, tails)
+        backwards = [
+            BackwardGraph(part, [program.tangents[root] for root in part.roots], recording, self._gradients)
+            for part, recording in zip(program.parts, recordings, strict=True)
+        ]
+        tails = self._tail_step(program, forward, flat, known)
+        return CallGraphs(program, forward, backwards, stable, again, self, tails)
 
     def _tail_step(
-        self, program: SplitProgram, forward: Recording, trained: Sequence[torch.Tensor], known: Collection[int]
+        self, program: SplitProgram, forward: Recording, flat: Sequence[torch.Tensor], known: Collection[int]
     ) -> TailStep | None:
         """For a call of which parameters alone get gradients, at once; those of others are autograd's to pass on."""
-        is_whole = len(set(program.groups)) == 1 and program.autocast is None
-        is_owned = all(id(tensor) in known and tensor.is_leaf for tensor in trained)
-        if not (self._config.defer_loss and is_whole and is_owned):
+        if not self._config.defer_loss or len(program.parts) > 1 or program.autocast is not None:
+            return None
+        trained = [flat[place] for place in program.parts[0].gradient_places]
+        if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
             return None
         return TailStep(
             program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log
         )
-
-    def _record_backward(self, program: SplitProgram, forward: Recording, num_streams: int) -> Recording | None:
-        """The backward graph over the forward graph's memory; None where that keeps none between calls."""
-        executor = forward.executor
-        if not isinstance(executor, CudaGraph):
-            return None
-        tangents = [torch.ones_like(layout.empty()) for layout in program.tangents]
-        first = len(program.differentiable)
-        saved = executor.static_outputs()[first:]
-        inputs, values = [*saved, *tangents], [*executor.warm_outputs()[first:], *tangents]
-        conditions: dict[str, Any] = {"stable": range(len(saved)), "config": self._config, "log": self._log}
-        conditions["warm_up"] = values
-        in_order = Recording(program.backward, inputs, pool=GraphPool(self._streams), **conditions)
-        if num_streams == 1:
-            return in_order
-
-        def record(planned: Planned) -> Recording:
-            return record_planned(self._memory, planned, inputs, pool=GraphPool(self._streams), **conditions)
-
-        try:
-            backward_plans.fill(program.forward.graph, saved, values[: len(saved)])
-            planned = backward_plans.plans(program.backward, values, num_streams, self._log.do_without)
-            found = backward_plans.fastest(in_order, planned[1:], record, inputs, self._log.do_without)
-        except Exception as error:  # noqa: BLE001 - operators that cannot be timed, drivers, too little memory
-            kind = type(error).__name__
-            reason = f"planning failed ({kind}: {first_line(error)}); the backward pass is replayed on one stream"
-            self._log.do_without(Refusal(reason))
-            return in_order
-        except BaseException:
-            in_order.release()
-            raise
-        clear(self._memory, inputs[0].device)
-        self.schedules = found.schedules(planned, fused=program.is_rewritten)
-        return found.recording
 
 
 def _other_autocast() -> Refusal:

@@ -57,9 +57,9 @@ class TailStep:
     """Replays tails of the calls of one recorded forward pass.
 
     Args:
-        program: of the calls.
+        program: of the calls; its backward pass has one part.
         forward: its recorded forward pass.
-        trained: the parameters at `program.gradient_places`.
+        trained: the parameters that get gradients, as in the program.
         gradients: static gradients by address; entries are added here.
     """
 
@@ -76,7 +76,7 @@ class TailStep:
     ) -> None:
         self._setup_seconds = 0.0
         self._program, self._forward, self._gradients = program, forward, gradients
-        self._trained = dict(zip(program.gradient_places, trained, strict=True))
+        self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._config, self._streams, self._log = config, streams, log
         self._recorded: dict[Tail, _Recorded] = {}
 

@@ -138,6 +138,38 @@ def test_what_was_saved_is_edited_between_two_backward_passes(device: str) -> No
     same(device, Apart, loop)
 
 
+def test_hooks_run_where_a_gradient_comes(device: str) -> None:
+    """Of outputs that have a layer in common, one is left alone, or edited in place."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.trunk(x).tanh()
+            return self.left(hidden), self.right(hidden).exp()
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        training.memo["count"] = training.memo.get("count", 0) + 1
+        left, right = training.model(x)
+        calls: list[Tensor] = []
+        left.register_hook(lambda grad: calls.append(grad))
+        if training.memo["count"] % 2:
+            left.mul_(2)
+            loss = functional.cross_entropy(left + right, y)
+        else:
+            right.register_hook(lambda grad: pytest.fail("called"))
+            loss = functional.cross_entropy(left, y)
+        loss.backward()
+        assert len(calls) == 1
+        training.optimizer.step()
+        return loss.detach()
+
+    same(device, Pair, loop)
+
+
 def test_outputs_that_share_a_trunk(device: str) -> None:
     class Together(nn.Module):
         def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.execution.in_order import InOrder
-from kitsune.loop.call_graphs import CallGraphs
+from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.contest import Contest
 from kitsune.loop.update_step import UpdateStep
 from kitsune.loop.whole_step import WholeStep
@@ -115,13 +115,13 @@ def test_a_wrong_replay_is_found_told_and_not_used(form: str, place: str, monkey
 
 
 def test_a_wrong_gradient_of_a_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_backward = CallGraphs.run_backward
+    run_backward = BackwardGraph.__call__
 
-    def wrong(graphs: Any, *args: Any) -> Any:
-        grads = run_backward(graphs, *args)
+    def wrong(graph: Any, *args: Any) -> Any:
+        grads = run_backward(graph, *args)
         return [*grads[:-1], grads[-1] * 1.01]
 
-    monkeypatch.setattr(CallGraphs, "run_backward", wrong)
+    monkeypatch.setattr(BackwardGraph, "__call__", wrong)
     plain, spoilt = Training("eager", *BUILDS["adam"]()), Training("drop_in", *BUILDS["adam"](), verify=1)
     assert plain.run(6) == spoilt.run(6)
     (refusal,) = [one for one in spoilt.status().refusals if "differed" in one]

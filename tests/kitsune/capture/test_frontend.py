@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -39,6 +41,40 @@ def test_calls_run_the_graph() -> None:
         assert call(torch.full((2,), value)).tolist() == [2 * value + 1] * 2
     assert len(runner.graphs) == 3
     assert all(graph is runner.graphs[0] for graph in runner.graphs)
+
+
+def test_what_is_said_only_once_does_not_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `transformers` lets all loggers warn."""
+    said: list[str] = []
+
+    @functools.cache
+    def warning_once(logger: logging.Logger, message: str) -> None:
+        said.append(message)
+
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    logger: Any = logging.getLogger("a model's")
+
+    def function(x: Tensor) -> Tensor:
+        logger.warning_once("deprecated")
+        return x * 2
+
+    function(torch.ones(2))
+    call, runner = guarded(function)
+    assert [call(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert len(runner.graphs) == 2
+    assert said == ["deprecated"]
+
+
+def test_what_is_logged_each_time_is_refused() -> None:
+    logger = logging.getLogger("a model's")
+
+    def function(x: Tensor) -> Tensor:
+        logger.warning("called")
+        return x * 2
+
+    call, _ = guarded(function)
+    with pytest.raises(RefusedError, match="Logger"):
+        call(torch.ones(2))
 
 
 class Interceptions:

@@ -17,6 +17,7 @@ from kitsune.loop.backward_plans import fastest
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from tests.kitsune import static_memory
+from tests.kitsune.loop.test_nested_outputs import Aside
 from tests.kitsune.test_streams import costs_of_a_gpu
 from tests.kitsune.training import Net, Training, batch, compare, sgd
 
@@ -28,12 +29,12 @@ PLACES = ["static memory", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.fixture(params=PLACES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
     if request.param == "cuda":
         return "cuda"
     static_memory.install(monkeypatch)
     for module in ("split_step", "drop_in"):
         monkeypatch.setattr(f"kitsune.loop.{module}.refuse_streams", lambda device: None)
-    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
     return "cpu"
 
 
@@ -74,6 +75,33 @@ def test_whatever_wins_the_loop_trains_the_same(place: int, device: str, favour:
     assert status.not_in_effect == ()
     assert "backward" in status.covered
     assert "in use" in str(status)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_each_part_of_a_backward_pass_has_its_own_plan(device: str, favour: Callable[[int], None]) -> None:
+    """Here one part goes back from the loss to the logits, and another one from there."""
+
+    def with_loss() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = Aside().to(device)
+        return model, sgd(model)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss: Tensor = training.model(x, y)[0]
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    favour(1)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if device == "cuda" else {}
+    options: dict[str, Any] = {"mode": "auto", "enable_fusion": False, "steps": STEPS, "replays": STEPS - EAGER}
+    status = compare(
+        "drop_in", with_loss, loop=loop, batches=partial(batch, device=device), **options, **tolerance
+    ).status()
+    assert [schedule.strategy for schedule in status.schedules].count("in order") == 2
+    assert [schedule.chosen for schedule in status.schedules].count(True) == 2
+    assert status.schedules[1].chosen
 
 
 @pytest.mark.usefixtures("replay_is_faster")

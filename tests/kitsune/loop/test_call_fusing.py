@@ -208,13 +208,14 @@ def test_no_part_of_the_forward_pass_is_left_to_the_backward_pass() -> None:
     fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
     assert fused is not None
     assert fused.is_rewritten
-    targets = [node.target for part in (fused.forward, fused.backward) for node in part.graph.nodes]
+    (before,), (part,) = program.parts, fused.parts
+    targets = [node.target for module in (fused.forward, part.backward) for node in module.graph.nodes]
     assert call_fusing._after not in targets
-    for one, other in ((program.forward, fused.forward), (program.backward, fused.backward)):
+    for one, other in ((program.forward, fused.forward), (before.backward, part.backward)):
         assert len(one.graph.nodes) > len(other.graph.nodes)
     written = [dataflow.written_inputs(one.forward.graph).keys() for one in (program, fused)]
     assert written[0] == written[1] != set()
-    assert not dataflow.written_inputs(fused.backward.graph)
+    assert not dataflow.written_inputs(part.backward.graph)
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -250,13 +251,60 @@ def test_several_gradients_are_left_apart() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+            self.trunk, self.left, self.right = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.left(x).relu(), self.right(x).relu()
+            hidden = self.trunk(x).relu()
+            return self.left(hidden).relu(), self.right(hidden).relu()
 
     program, flat = program_of(Two(), batch(0)[0][0])
     assert fused_call(program, flat, lambda refusal: pytest.fail(str(refusal))) is None
+
+
+class WithLoss(nn.Module):
+    """Logits, and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(batch_norm=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.net(x)
+        return functional.cross_entropy(logits.relu(), y), logits
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("way", ["loss", "both", "hook"])
+def test_an_output_computed_from_another(way: str, device: str) -> None:
+    """What goes back from the loss and what goes back from the logits stay apart."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = WithLoss().to(device)
+        return model, sgd(model)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss, logits = training.model(x, y)
+        if way == "hook":
+            logits.register_hook(lambda grad: grad / 2)
+        (loss + logits.square().mean() if way == "both" else loss).backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    assert train(device, make, loop=loop, replays=STEPS - EAGER).status().fused
+
+
+def test_parts_of_a_backward_pass_stay_apart() -> None:
+    (x, y), _ = batch(0)
+    program, flat = program_of(WithLoss(), x, y)
+    fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
+    assert fused is not None
+    assert [part.roots for part in fused.parts] == [part.roots for part in program.parts] == [(0,), (1,)]
+    for one, other in zip(program.parts, fused.parts, strict=True):
+        assert len(dataflow.outputs(one.backward.graph)) == len(dataflow.outputs(other.backward.graph))
+        assert call_fusing._after not in [node.target for node in other.backward.graph.nodes]
+    assert len(program.parts[1].backward.graph.nodes) > len(fused.parts[1].backward.graph.nodes)
 
 
 @pytest.mark.usefixtures("replay_is_faster")

@@ -1,0 +1,209 @@
+"""Divides the graph of a call and its backward pass into programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from kitsune.errors import Refusal, RefusedError
+from kitsune.graph import dataflow
+
+_TANGENTS = "kitsune_tangents"
+
+
+@dataclass(frozen=True)
+class BackwardPart:
+    """What one node of autograd's graph does.
+
+    Gradients come to the call's roots: its differentiable outputs, and what lies between outputs of which one is
+    computed from another. Roots have a part in common if autograd would let go at once of something that it has kept
+    for both.
+
+    Attributes:
+        roots: the indices of those that the part goes back from.
+        gradient_places: what gets a gradient: positions of flat inputs; for roots of later parts, their indices counted
+            from the number of flat inputs.
+        keeps: whether autograd keeps something for it, so that it can run only once.
+        saved: the indices of the forward program's saved values that it reads.
+        backward: takes those, then a gradient for each of the roots; returns the gradients of `gradient_places`.
+        depends: for each of these, the indices among `roots` of those that it depends on.
+        saved_inputs: positions of the flat inputs that saved values are, or are views of: as in eager, no edit may come
+            between the call and its backward pass.
+    """
+
+    roots: tuple[int, ...]
+    gradient_places: tuple[int, ...]
+    keeps: bool
+    saved: tuple[int, ...]
+    backward: fx.GraphModule
+    depends: tuple[frozenset[int], ...]
+    saved_inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TracedPart:
+    """A part of the backward pass as it was traced; see `BackwardPart`."""
+
+    roots: tuple[int, ...]
+    gradient_places: tuple[int, ...]
+    keeps: bool
+    gradients: Sequence[torch.Tensor] = ()
+
+    def renumbered(self, used: Sequence[int], num_flat: int) -> TracedPart:
+        """The same, of the roots that are `used` alone."""
+        places = [
+            place if place < num_flat else num_flat + used.index(place - num_flat) for place in self.gradient_places
+        ]
+        return TracedPart(tuple(map(used.index, self.roots)), tuple(places), self.keeps)
+
+
+def partition(
+    joint: fx.GraphModule, num_inputs: int, num_outputs: int, traced: Sequence[TracedPart]
+) -> tuple[fx.GraphModule, tuple[BackwardPart, ...]]:
+    """The forward program, and the parts of the backward pass."""
+    places = dataflow.placeholders(joint.graph)
+    inputs, tangents = places[:num_inputs], places[num_inputs:]
+    results = dataflow.outputs(joint.graph)
+    outputs, grads = results[:num_outputs], iter(results[num_outputs:])
+    depends = dependence(joint.graph, tangents)
+    if any(output in depends for output in outputs):
+        raise RefusedError(Refusal("the backward pass writes to an output of the model"))
+    _refuse_order(joint.graph, depends)
+    drafts = [_draft(joint.graph, part, [next(grads) for _ in part.gradient_places], depends) for part in traced]
+    early = [node for node in joint.graph.nodes if node not in depends and node.op in ("call_function", "get_attr")]
+    saved = [node for node in (*inputs, *early) if any(node in draft.read for draft in drafts)]
+    forward = _extract(joint, inputs, early, [*outputs, *saved])
+    return forward, tuple(_part(joint, draft, inputs, tangents, saved) for draft in drafts)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A part of the backward pass in the joint graph.
+
+    Attributes:
+        late: its nodes.
+        grads: what it returns.
+        depends: for each of these, and for each of the nodes, the indices among its roots of those that it depends on.
+        read: what it takes from elsewhere.
+    """
+
+    traced: TracedPart
+    late: list[fx.Node]
+    grads: list[dataflow.Result]
+    depends: dict[dataflow.Result, frozenset[int]]
+    read: set[fx.Node]
+
+
+def _draft(
+    graph: fx.Graph, traced: TracedPart, grads: list[dataflow.Result], depends: dict[fx.Node, frozenset[int]]
+) -> _Draft:
+    places = {root: index for index, root in enumerate(traced.roots)}
+    late = [node for node in graph.nodes if node.op == "call_function" and depends.get(node, set()) & places.keys()]
+    of = {node: depends.get(node, frozenset()) for node in (*late, *grads) if node is not None}
+    if not all(roots <= places.keys() for roots in of.values()):
+        raise RefusedError(Refusal("the backward passes of outputs that have nothing in common are computed together"))
+    arguments = {argument for node in late for argument in node.all_input_nodes}
+    own = {node: frozenset(places[root] for root in roots) for node, roots in of.items()}
+    return _Draft(traced, late, grads, own, {node for node in (*arguments, *of) if node not in depends})
+
+
+def _part(
+    joint: fx.GraphModule,
+    draft: _Draft,
+    inputs: Sequence[fx.Node],
+    tangents: Sequence[fx.Node],
+    saved: Sequence[fx.Node],
+) -> BackwardPart:
+    for node in draft.late:
+        node.meta[_TANGENTS] = draft.depends[node]
+    kept = [node for node in saved if node in draft.read]
+    memory = {storage for node in kept for storage in dataflow.storages(node)}
+    given = [*kept, *(tangents[root] for root in draft.traced.roots)]
+    return BackwardPart(
+        roots=draft.traced.roots,
+        gradient_places=draft.traced.gradient_places,
+        keeps=draft.traced.keeps or bool(kept),
+        saved=tuple(index for index, node in enumerate(saved) if node in draft.read),
+        backward=_extract(joint, given, draft.late, draft.grads),
+        depends=tuple(draft.depends.get(grad, frozenset()) for grad in draft.grads),
+        saved_inputs=tuple(index for index, node in enumerate(inputs) if dataflow.storages(node) & memory),
+    )
+
+
+def without_tangents(backward: fx.GraphModule, missing: frozenset[int]) -> fx.GraphModule:
+    """The backward program for outputs of which some have no gradient.
+
+    What depends on those alone becomes zero. Running it on gradients of zero would not do: where
+    the outputs' own derivatives are infinite it gives NaN.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in backward.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and node.meta[_TANGENTS] <= missing and isinstance(value, torch.Tensor):
+            size = tuple(value.size())
+            copies[node] = graph.call_function(
+                torch.ops.aten.zeros.default, (size,), {"dtype": value.dtype, "device": value.device}
+            )
+        elif node.op != "output":
+            copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    results = dataflow.outputs(backward.graph)
+    graph.output([None if result is None else copies[result] for result in results])
+    graph.eliminate_dead_code()
+    return fx.GraphModule(backward, graph)
+
+
+def dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
+    """For every node that depends on tangents, through data or through memory that such a node writes: on which."""
+    depends = {tangent: frozenset([index]) for index, tangent in enumerate(tangents)}
+    written: dict[int, frozenset[int]] = {}
+    known = -1
+    while known < sum(map(len, depends.values())):
+        known = sum(map(len, depends.values()))
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            union = depends.get(node, frozenset()).union(
+                *(depends.get(argument, frozenset()) for argument in node.all_input_nodes),
+                *(written.get(storage, frozenset()) for storage in dataflow.storages(node)),
+            )
+            if not union:
+                continue
+            depends[node] = union
+            for target in dataflow.written(node):
+                for storage in dataflow.storages(target):
+                    written[storage] = written.get(storage, frozenset()) | union
+    return depends
+
+
+def _refuse_order(graph: fx.Graph, depends: dict[fx.Node, frozenset[int]]) -> None:
+    """The split runs every early node before every late one; that must not reorder writes or random numbers."""
+    early_storages: set[int] = set()
+    late_seen = False
+    for node in graph.nodes:
+        late = node in depends and node.op == "call_function"
+        late_seen |= late
+        targets = {storage for target in dataflow.written(node) for storage in dataflow.storages(target)}
+        if late and targets & early_storages:
+            raise RefusedError(Refusal(f"the backward pass writes to a value of the forward pass ({node.target})"))
+        if late_seen and not late and (dataflow.draws_random_numbers(node) or targets & early_storages):
+            raise RefusedError(Refusal(f"{node.target} runs between parts of the backward pass"))
+        if not late and not late_seen:
+            early_storages |= dataflow.storages(node)
+
+
+def _extract(
+    joint: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node], results: Sequence[dataflow.Result]
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in body:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+    graph.output([copies[result] if isinstance(result, fx.Node) else result for result in results])
+    return fx.GraphModule(joint, graph)

@@ -1,0 +1,110 @@
+"""Records the backward passes of a call over the memory of its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from kitsune.capture.split_program import SplitProgram
+from kitsune.config import Config
+from kitsune.errors import Refusal, first_line
+from kitsune.execution.cuda_graph import CudaGraph
+from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.stream_pool import StreamPool
+from kitsune.fallback import RefusalLog
+from kitsune.loop import backward_plans
+from kitsune.loop.planned_recording import clear, record_planned
+from kitsune.loop.planning import Planned
+from kitsune.loop.recording import Recording
+from kitsune.memory.pool import MemoryPool
+from kitsune.status import ScheduleTime
+
+
+class BackwardRecorder:
+    """Records backward passes, in order or by the fastest of several plans.
+
+    Attributes:
+        schedules: the plans that were tried for the latest ones, those of each part after those of the part before.
+    """
+
+    def __init__(self, config: Config, streams: StreamPool, log: RefusalLog) -> None:
+        self.schedules: tuple[ScheduleTime, ...] = ()
+        self._config, self._streams, self._log = config, streams, log
+        self._memory = MemoryPool()  # of passes that never run at the same time
+
+    def record(self, program: SplitProgram, forward: Recording, *, num_streams: int) -> list[Recording | None]:
+        """One recording for each part of `program`; None where `forward` keeps no memory between calls.
+
+        Args:
+            num_streams: the most streams to try; with 1 nothing is tried.
+
+        Raises:
+            RefusedError, torch.OutOfMemoryError: a part cannot be recorded.
+        """
+        self.schedules = ()
+        executor = forward.executor
+        if not isinstance(executor, CudaGraph):
+            return [None for _ in program.parts]
+        first = len(program.differentiable)
+        saved, warm = executor.static_outputs()[first:], executor.warm_outputs()[first:]
+        if num_streams > 1:
+            backward_plans.fill(program.forward.graph, saved, warm)
+        recordings: list[Recording] = []
+        try:
+            for part in program.parts:
+                tangents = [torch.ones_like(program.tangents[root].empty()) for root in part.roots]
+                inputs, values = ([*(given[index] for index in part.saved), *tangents] for given in (saved, warm))
+                backward = _Backward(part.backward, inputs, values, len(part.saved))
+                recordings.append(self._in_order(backward))
+                if num_streams > 1:
+                    recordings[-1] = self._fastest(backward, recordings[-1], num_streams, program.is_rewritten)
+        except BaseException:
+            for recording in recordings:
+                recording.release()
+            raise
+        return list(recordings)
+
+    def _in_order(self, backward: _Backward) -> Recording:
+        return Recording(backward.module, backward.inputs, **self._conditions(backward))
+
+    def _fastest(self, backward: _Backward, in_order: Recording, num_streams: int, is_fused: bool) -> Recording:
+        """By a plan on at most so many streams, or `in_order`, which is the caller's to release where this raises."""
+
+        def record(planned: Planned) -> Recording:
+            return record_planned(self._memory, planned, backward.inputs, **self._conditions(backward))
+
+        try:
+            planned = backward_plans.plans(backward.module, backward.values, num_streams, self._log.do_without)
+            found = backward_plans.fastest(in_order, planned[1:], record, backward.inputs, self._log.do_without)
+        except Exception as error:  # noqa: BLE001 - operators that cannot be timed, drivers, too little memory
+            kind = type(error).__name__
+            reason = f"planning failed ({kind}: {first_line(error)}); the backward pass is replayed on one stream"
+            self._log.do_without(Refusal(reason))
+            return in_order
+        clear(self._memory, backward.inputs[0].device)
+        self.schedules += found.schedules(planned, fused=is_fused)
+        return found.recording
+
+    def _conditions(self, backward: _Backward) -> dict[str, Any]:
+        return {
+            "stable": range(backward.num_saved),
+            "config": self._config,
+            "pool": GraphPool(self._streams),
+            "log": self._log,
+            "warm_up": backward.values,
+        }
+
+
+class _Backward(NamedTuple):
+    """A part of a backward pass, the tensors that its graph reads, and values that these may have.
+
+    The first `num_saved` ones are the forward pass's, the others are gradients.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    num_saved: int
