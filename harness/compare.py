@@ -195,7 +195,7 @@ def _commits(options: argparse.Namespace) -> int:
     _print(render.text(comparison, shown=shown, colour=colour, commands=options.reproduce))
     _write(options.json, lambda: render.json_document(comparison, shown=shown))
     _write(options.markdown, lambda: render.markdown(comparison, shown=shown, commands=options.reproduce))
-    _write(options.html, lambda: html_page(comparison))
+    _write(options.html, lambda: html_page(comparison, options.html.absolute().parent))
     if options.bisect is not None and not _bisect(comparison, options.bisect):
         return 2
     return 1 if any(_FAILURES[failure](comparison) for failure in options.fail_on) else 0

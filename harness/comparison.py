@@ -34,6 +34,7 @@ from harness.stats import (
     round_noise,
     typical_seconds,
 )
+from harness.step_phases import step_phases
 from harness.store import History, Profile
 from harness.stream_gains import stream_gains
 from harness.timelines import timeline
@@ -101,6 +102,7 @@ def compare(
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
         notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin)),
         damage=history.damage,
+        phases=step_phases(newer, history.folder),
     )
 
 

@@ -15,6 +15,7 @@ from harness.names import is_diagnostic, is_kitsune, is_product, reference_of
 from harness.samples import Samples
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
+from harness.step_phases import NoPhases, StepPhases
 from harness.store import Damage, Skip
 from harness.stream_gains import StreamGain
 from harness.timelines import NoTimeline, Timeline
@@ -290,6 +291,7 @@ class Comparison:
     contrasts: tuple[Contrast, ...] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
     reproduction: Reproduction = Reproduction()
+    phases: tuple[StepPhases | NoPhases, ...] = ()
 
     @property
     def regressions(self) -> int:

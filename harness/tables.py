@@ -35,7 +35,8 @@ class Medium(Enum):
 @dataclass(frozen=True)
 class Cell:
     """A cell. ``key`` is what to sort by where the text does not do; ``detail`` is a second line if there is room;
-    ``words`` stand in for a text that is an identifier, where readers rather want words.
+    ``words`` stand in for a text that is an identifier, where readers rather want words. ``link`` is an address that a
+    page leads to from it: of http or https, or a path relative to the page.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Cell:
     tone: Tone = Tone.PLAIN
     detail: str | None = None
     words: str | None = None
+    link: str | None = None
 
 
 @dataclass(frozen=True)

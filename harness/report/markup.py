@@ -51,6 +51,11 @@ def identifier(anchor: str, subject: Subject) -> str:
     return "-".join([anchor, *(quote(part, safe="") for part in (case.name, case.device, subject.variant))])
 
 
+def linked(text: str, address: str) -> str:
+    """A link to an address that is known to be harmless: the caller has seen to its scheme."""
+    return f'<a href="{escape(address)}" rel="noopener noreferrer">{escape(text)}</a>'
+
+
 def command(text: str) -> str:
     """A command to copy: by hand, or by the button that scripts add."""
     return f'<code class="command">{escape(text)}</code>'
@@ -83,4 +88,5 @@ def _cell(cell: Cell, column: Column) -> str:
     key = "" if cell.key is None else f' data-key="{cell.key:.9g}"'
     detail = "" if cell.detail is None else f"<small>{escape(cell.detail)}</small>"
     title = "" if cell.words is None else f' title="{escape(cell.text)}"'
-    return f'<td class="{classes}"{key}{title}><span>{escape(cell.words or cell.text)}</span>{detail}</td>'
+    shown = escape(cell.words or cell.text) if cell.link is None else linked(cell.words or cell.text, cell.link)
+    return f'<td class="{classes}"{key}{title}><span>{shown}</span>{detail}</td>'

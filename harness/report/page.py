@@ -42,8 +42,11 @@ class _Section:
         return self.link.lower().replace(" ", "-")
 
 
-def html_page(comparison: Comparison) -> str:
+def html_page(comparison: Comparison, beside: Path | None = None) -> str:
     """The whole report, Plotly's script included.
+
+    Args:
+        beside: the folder that it will lie in, from which it links to traces; None leaves it without such links.
 
     Raises:
         ReportError: Plotly is not installed.
@@ -53,6 +56,7 @@ def html_page(comparison: Comparison) -> str:
         "memory": figures.memory(comparison),
         "setup": figures.setups(comparison),
         "contribution": step_figures.contributions(comparison),
+        "phases": step_figures.phases(comparison),
         "batches": step_figures.stream_gains(comparison),
         "streams": step_figures.timelines(comparison),
         "history": figures.history(comparison),
@@ -60,7 +64,7 @@ def html_page(comparison: Comparison) -> str:
         "drift": sample_figures.drifts(comparison),
         "loss": figures.losses(comparison),
     }
-    sections = [section for section in _sections(comparison, charts) if section.body]
+    sections = [section for section in _sections(comparison, charts, beside) if section.body]
     return Template(_asset("page.html")).substitute(
         title=escape(f"Kitsune benchmarks: {comparison.machine}, {comparison.head.short}"),
         style=_asset("page.css"),
@@ -73,7 +77,7 @@ def html_page(comparison: Comparison) -> str:
     )
 
 
-def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) -> list[_Section]:
+def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], beside: Path | None) -> list[_Section]:
     """All sections in order; those without a body have nothing to say and are left out."""
     commands = comparison.commands()
     return [
@@ -128,6 +132,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
             " that it may differ from the ratio of the bars.",
             _explained(charts["contribution"], markup.table(step_tables.contribution_table(comparison))),
+        ),
+        _Section(
+            "Phases",
+            "Phases of a step",
+            "What the time of a step goes to, by torch.profiler, in a process of its own. On a GPU it is the device's"
+            " time of the work that each phase launched and, hatched, the host gap: the device is idle because its next"
+            " work was not launched yet. On a CPU it is the host's time. A step that runs as one thing is one phase."
+            " Profiling makes the host slower: shares tell more than times, and gaps are wider than without it.",
+            _phases(comparison, charts["phases"], beside),
         ),
         _Section(
             "Fusion",
@@ -239,6 +252,13 @@ def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
         f"{_explained(drawn, history_tables(comparison))}{listed}"
         f"<details><summary>The measured commits</summary>{commits}</details>"
     )
+
+
+def _phases(comparison: Comparison, drawn: Sequence[Figure], beside: Path | None) -> str:
+    """Empty where nobody asked for phases."""
+    if not comparison.phases:
+        return ""
+    return f"{_charts(drawn)}{markup.table(step_tables.phase_table(comparison, beside))}"
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:

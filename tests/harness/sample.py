@@ -161,6 +161,28 @@ def profile_record(
     }  # fmt: skip
 
 
+def phases_record(run: str, case: Mapping[str, object], variant: str, seconds: float) -> dict[str, object]:
+    """Three profiled steps of a variant, on a GPU with a host gap; of a whole captured step there is one phase."""
+    on_gpu = case["device"] == "cuda"
+    is_whole = variant.startswith("handcaptured") or "trainstep" in variant
+    shares = {"whole step": 0.97} if is_whole else {"data": 0.0, "forward": 0.28, "backward": 0.4, "optimizer": 0.12}
+    gap = (1 - sum(shares.values())) * seconds
+    if not on_gpu:
+        shares["other"] = 1 - sum(shares.values())
+    steps = (1.1, 1.0, 0.9)
+    return {
+        "kind": "phases", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
+        "clock": "device" if on_gpu else "wall",
+        "phases_s": {phase: [step * share * seconds for step in steps] for phase, share in shares.items()},
+        "host_gap_s": [step * gap for step in steps] if on_gpu else None,
+        "trace": f"traces/{'ab' * 6}/{run}-{case['case']}-{case['device']}-{variant}.json.gz", "trace_missing": None,
+    }  # fmt: skip
+
+
+def failed_phases_record(run: str, case: Mapping[str, object], variant: str, reason: str) -> dict[str, object]:
+    return phases_record(run, case, variant, 1.0) | {"phases_s": {}, "failure": reason, "trace": None}
+
+
 def skip_record(
     run: str, case: Mapping[str, object], variant: str, reason: str, status: str = "skipped"
 ) -> dict[str, object]:
@@ -176,7 +198,8 @@ def write_gpu_history(
     """Three commits on a GPU: the first has no ``TrainStep``, the second is faster, in the third one variant fails.
 
     ``slowdown`` multiplies the time of Kitsune's autocast ``TrainStep`` for LeNet at the third commit. With ``sweep``
-    that commit was timed at other batch sizes too, as the quick profile does.
+    that commit was timed at other batch sizes too, as the quick profile does. At it the phases of steps were told
+    apart, but for one variant that failed.
     """
     rng = random.Random(seed)
     simulator = Simulator(rng)
@@ -203,6 +226,12 @@ def write_gpu_history(
                 records.append(skip_record(run, case, "compile_reduce_overhead_amp", reason, "failed"))
             records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
             records += [profile_record(run, case, variant, rng) for variant in seconds]
+            if index == 2:
+                records += [
+                    phases_record(run, case, name, time) for name, time in seconds.items() if "tf32" not in name
+                ]
+                reason = "TraceError: in 3 of 12 steps the profiler saw nothing run on the device\nTraceback …"
+                records.append(failed_phases_record(run, case, "eager_tf32", reason))
         if sweep:
             records += _sweep_records(run, simulator, rounds, at_head=index == len(COMMITS) - 1)
         Store(root).append(GPU_MACHINE, commit, records)

@@ -39,13 +39,13 @@ def visit(browser: Browser, gpu_page: Path) -> Visit:
 def test_every_chart_is_drawn_and_nothing_is_fetched(visit: Visit, gpu_page: Path) -> None:
     names = visit.page.eval_on_selector_all(".chart", "charts => charts.map((chart) => chart.id)")
     expected = {
-        "speedup": 3, "memory": 3, "setup": 3, "contribution": 3, "batches": 3, "streams": 6, "history": 3, "spread": 3,
-        "drift": 3, "loss": 3,
+        "speedup": 3, "memory": 3, "setup": 3, "contribution": 3, "phases": 3, "batches": 3, "streams": 6, "history": 3,
+        "spread": 3, "drift": 3, "loss": 3,
     }  # fmt: skip
     assert sorted(names) == sorted(f"{kind}-{index}" for kind, number in expected.items() for index in range(number))
     least = {
-        "speedup": 10, "memory": 26, "setup": 13, "contribution": 10, "batches": 2, "streams": 80, "history": 10,
-        "spread": 13 * 5 * 7, "drift": 13 * 5 * 7, "loss": 13,
+        "speedup": 10, "memory": 26, "setup": 13, "contribution": 10, "phases": 13, "batches": 2, "streams": 80,
+        "history": 10, "spread": 13 * 5 * 7, "drift": 13 * 5 * 7, "loss": 13,
     }  # fmt: skip
     for name in names:
         kind = name.partition("-")[0]
@@ -93,6 +93,29 @@ def test_every_kitsune_variant_has_a_timeline_or_a_reason(visit: Visit) -> None:
     assert len(rows) == 24
     assert sum("no timeline: its status holds no plan" in row for row in rows) == 6
     assert sum("219 µs" in row for row in rows) == 18
+
+
+@needs_chromium
+def test_the_phases_of_a_step_are_stacked_and_named(visit: Visit) -> None:
+    chart = visit.page.locator("#phases-0")
+    entries = [text.strip() for text in chart.locator(".legendtext").all_text_contents()]
+    assert entries == ["data", "forward", "backward", "optimizer", "whole step", "host gap"]
+    told = [text.strip() for text in chart.locator(".bartext").all_text_contents()]
+    assert len(told) == 13
+    assert told[0] == "1.32 ms, 20% gap"
+    boxes = "paths => paths.map((path) => path.getBoundingClientRect()).map((box) => [box.y, box.left, box.right])"
+    bars = [box for box in chart.locator(".bars .point path").evaluate_all(boxes) if box[2] - box[1] > 0.5]
+    by_row: dict[int, list[tuple[float, float]]] = {}
+    for top, left, right in bars:
+        by_row.setdefault(round(top), []).append((left, right))
+    assert len(by_row) == 13
+    for parts in by_row.values():
+        ends = [right for _, right in sorted(parts)[:-1]]
+        assert ends == pytest.approx([left for left, _ in sorted(parts)[1:]], abs=1), "one after the other"
+    rows = visit.texts("#phases tbody tr")
+    assert len(rows) == 53
+    assert sum("one phase: the step runs as one thing" in row for row in rows) == 30
+    assert sum("failed: TraceError: in 3 of 12 steps" in row for row in rows) == 3
 
 
 @needs_chromium
@@ -212,7 +235,7 @@ def test_the_tables_are_readable_without_scripts(browser: Browser, gpu_page: Pat
     visit = Visit(browser, gpu_page, scripts=False)
     assert visit.page.locator("#variants tbody tr:visible").count() == 53
     assert visit.page.locator("#fusion tbody tr:visible").count() == 6 * 3
-    assert visit.page.locator(".unscripted:visible").count() == 10
+    assert visit.page.locator(".unscripted:visible").count() == 11
     assert visit.page.locator(".chart:visible").count() == 0
     visit.page.locator("#history summary").first.click()
     for case in visit.page.locator("#history details details summary").all():
