@@ -15,7 +15,20 @@ from harness.history_index import Value, series_values
 from harness.level_changes import environment_changes, environment_of, level_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
-from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
+from harness.rows import (
+    Change,
+    Commit,
+    Comparison,
+    LossCurve,
+    Lost,
+    Parity,
+    Point,
+    Row,
+    Series,
+    SkipGroup,
+    StepMemory,
+    Summary,
+)
 from harness.samples import samples
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
 from harness.selftest import outcome
@@ -103,6 +116,7 @@ def compare(
         notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin)),
         damage=history.damage,
         phases=step_phases(newer, history.folder),
+        step_memory=_step_memory(newer),
     )
 
 
@@ -153,6 +167,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         loss_gap=gap,
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
+        inactive_split_bytes=None if profile is None else profile.inactive_split_bytes,
     )
 
 
@@ -378,6 +393,14 @@ def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
         LossCurve(case, variant, profile.precision, profile.losses)
         for (case, variant), profile in profiles
         if profile.losses and not is_diagnostic(variant)
+    )
+
+
+def _step_memory(measured: Measurement) -> tuple[StepMemory, ...]:
+    profiles = sorted(measured.profiles.items(), key=lambda item: order(item[0][1]))
+    return tuple(
+        StepMemory(case, variant, profile.memory_timeline, profile.memory_timeline_missing)
+        for (case, variant), profile in profiles
     )
 
 

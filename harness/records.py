@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import get_args
 
+from harness.memory_timeline import NOT_RECORDED, ON_THE_CPU, MemoryTimeline, Point
 from harness.phases import PHASES, Clock
 from harness.profiles import Name
 
@@ -97,6 +98,7 @@ class Profile:
     """Set-up seconds, peak memory and losses of one variant, from a process of its own.
 
     ``losses`` are (step, loss) pairs; a loss of None was not finite. ``kitsune`` is the status of a Kitsune variant.
+    ``memory_timeline`` is of one steady step on a GPU, or else ``memory_timeline_missing`` says why there is none.
     """
 
     run: str
@@ -112,6 +114,9 @@ class Profile:
     peak_rss_bytes: int | None
     losses: tuple[tuple[int, float | None], ...]
     kitsune: Mapping[str, object] | None
+    inactive_split_bytes: int | None = None
+    memory_timeline: MemoryTimeline | None = None
+    memory_timeline_missing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -265,7 +270,37 @@ def _profile(fields: Mapping[str, object]) -> Profile:
         peak_rss_bytes=_optional_bytes(fields, "peak_rss_bytes"),
         losses=_losses(fields.get("losses")),
         kitsune=None if fields.get("kitsune") is None else _mapping(fields, "kitsune"),
+        inactive_split_bytes=_optional_bytes(fields, "inactive_split_bytes"),
+        memory_timeline=_memory_timeline(fields),
+        memory_timeline_missing=_missing_timeline(fields),
     )
+
+
+def _missing_timeline(fields: Mapping[str, object]) -> str | None:
+    """Why there is no timeline of memory; results of earlier versions say nothing of it."""
+    if fields.get("memory_timeline") is not None:
+        return None
+    told = _optional_text(fields, "memory_timeline_missing")
+    return told or (NOT_RECORDED if fields.get("device") == "cuda" else ON_THE_CPU)
+
+
+def _memory_timeline(fields: Mapping[str, object]) -> MemoryTimeline | None:
+    if fields.get("memory_timeline") is None:
+        return None
+    timeline = _mapping(fields, "memory_timeline")
+    step_us = _number(timeline.get("step_us"), "memory_timeline.step_us")
+    entries = timeline.get("points")
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise RecordError(f"memory_timeline.points: expected at least one point, got {_shown(entries)}")
+    points: list[Point] = []
+    for entry in entries:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(type(size) is int for size in entry[1:]):
+            raise RecordError(f"memory_timeline.points: expected [us, allocated, reserved], got {_shown(entry)}")
+        time = _number(entry[0], "memory_timeline.points")
+        if not (points[-1][0] if points else 0) <= time <= step_us or min(entry[1:]) < 0:
+            raise RecordError(f"memory_timeline.points: {_shown(entry)} is out of order, or less than nothing")
+        points.append((time, entry[1], entry[2]))
+    return MemoryTimeline(step_us, tuple(points))
 
 
 def _phases(fields: Mapping[str, object]) -> Phases:

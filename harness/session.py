@@ -34,6 +34,7 @@ from harness.measure import (
     median_step_seconds,
     probe,
 )
+from harness.memory_timeline import MemoryTimeline
 from harness.phase_recording import PhasesJob, PhasesResult, measure_phases
 from harness.phases import WHOLE
 from harness.processes import Launcher, ProcessFailed
@@ -397,9 +398,17 @@ def _profile_record(case: Case, task: Task, result: ProfileResult) -> dict[str, 
         "peak_allocated_bytes": result.peak.allocated_bytes,
         "peak_reserved_bytes": result.peak.reserved_bytes,
         "peak_rss_bytes": result.peak.rss_bytes,
+        "inactive_split_bytes": result.peak.inactive_split_bytes,
+        **_memory_fields(result.memory_timeline),
         "losses": [list(entry) for entry in result.losses],
         "kitsune": None if result.status is None else dict(result.status),
     }
+
+
+def _memory_fields(timeline: MemoryTimeline | str) -> dict[str, object]:
+    if isinstance(timeline, str):
+        return {"memory_timeline": None, "memory_timeline_missing": timeline}
+    return {"memory_timeline": {"step_us": timeline.step_us, "points": [list(point) for point in timeline.points]}}
 
 
 def _phases_record(case: Case, task: Task, result: PhasesResult | str, trace: str | None = None) -> dict[str, object]:

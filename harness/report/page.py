@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import step_tables, tables
+from harness import memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
-from harness.report import figures, markup, sample_figures, step_figures, style
+from harness.report import figures, markup, memory_figures, sample_figures, step_figures, style
 from harness.report.downloads import downloads
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
@@ -54,6 +54,7 @@ def html_page(comparison: Comparison, beside: Path | None = None) -> str:
     charts: dict[str, Sequence[Figure]] = {
         "speedup": figures.speedups(comparison),
         "memory": figures.memory(comparison),
+        "allocation": memory_figures.timelines(comparison),
         "setup": figures.setups(comparison),
         "contribution": step_figures.contributions(comparison),
         "phases": step_figures.phases(comparison),
@@ -113,9 +114,10 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
         _Section(
             "Memory",
             "Peak memory",
-            "Bytes allocated to tensors and, in brackets and paler, reserved by PyTorch's allocator; on a CPU,"
-            " resident memory of the process.",
-            _charts(charts["memory"]),
+            "Bytes allocated to tensors and, in brackets and paler, reserved by PyTorch's allocator, with the share of"
+            " these that no tensor uses (fragmentation); on a CPU, resident memory of the process. Below, the bytes"
+            " allocated over one steady step, by the time at which the host asks for them.",
+            _memory(comparison, charts["memory"], charts["allocation"]),
         ),
         _Section(
             "Set-up",
@@ -252,6 +254,22 @@ def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
         f"{_explained(drawn, history_tables(comparison))}{listed}"
         f"<details><summary>The measured commits</summary>{commits}</details>"
     )
+
+
+def _memory(comparison: Comparison, peaks: Sequence[Figure], steps: Sequence[Figure]) -> str:
+    """The peaks, the steps, the numbers, and of what there is no timeline and why."""
+    if not peaks:
+        return ""
+    timelines = f'<div class="charts">{"".join(map(_card, steps))}</div>' if steps else ""
+    notices = "".join(map(_without_timeline, memory_tables.missing_timelines(comparison)))
+    table = markup.table(memory_tables.memory_table(comparison))
+    numbers = f"<details><summary>The numbers behind these charts</summary>{table}</details>"
+    return f"{_charts(peaks)}{timelines}{notices}{numbers}"
+
+
+def _without_timeline(missing: memory_tables.Missing) -> str:
+    models = dict.fromkeys(case.model for case in missing.cases)
+    return f'<p class="notice"{markup.models(*models)}>{escape(memory_tables.sentence(missing))}</p>'
 
 
 def _phases(comparison: Comparison, drawn: Sequence[Figure], beside: Path | None) -> str:

@@ -152,13 +152,28 @@ def profile_record(
 
         fusions = () if "unfused" in variant else plans.FUSIONS
         status["plan"] = plans.document(num_tasks=40, num_streams=2 if on_streams else 1, fusions=fusions)
+    memory: dict[str, object] = {"memory_timeline_missing": "torch 9 does not record its allocations: no such function"}
+    if variant != "compile_fp32":
+        is_captured = variant.startswith(("handcaptured", "kitsune"))
+        memory = {"memory_timeline": memory_timeline(mebibytes, captured=is_captured)}
     return {
         "kind": "profile", "run": run, **case, "variant": variant, "precision": variant.rpartition("_")[2],
         "setup_s": setup * (1 + abs(rng.gauss(0, 0.1))),
         "peak_allocated_bytes": int(mebibytes * MEBIBYTE) if on_gpu else None,
         "peak_reserved_bytes": int(mebibytes * 1.2 * MEBIBYTE) if on_gpu else None,
         "peak_rss_bytes": int((420 + mebibytes) * MEBIBYTE), "losses": losses, "kitsune": status,
+        "inactive_split_bytes": int(mebibytes * 0.07 * MEBIBYTE) if on_gpu else None, **(memory if on_gpu else {}),
     }  # fmt: skip
+
+
+def memory_timeline(peak_mebibytes: float, *, captured: bool) -> dict[str, object]:
+    """A step that takes memory forward and returns it backward; a captured one has it all the time."""
+    shares = (
+        [1.0] if captured else [0.4, *(0.4 + 0.06 * k for k in range(1, 11)), *(1.0 - 0.06 * k for k in range(1, 11))]
+    )
+    sizes = [int(share * peak_mebibytes * MEBIBYTE) for share in shares]
+    reserved = int(1.2 * peak_mebibytes * MEBIBYTE)
+    return {"step_us": 900.0, "points": [[40.0 * index, size, reserved] for index, size in enumerate(sizes)]}
 
 
 def phases_record(run: str, case: Mapping[str, object], variant: str, seconds: float) -> dict[str, object]:

@@ -12,6 +12,7 @@ from harness import profiles, session, variants
 from harness.context import Context, ContextError
 from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult
 from harness.memory import Peak
+from harness.memory_timeline import MemoryTimeline
 from harness.phase_recording import PhasesJob, PhasesResult
 from harness.phases import KeptTrace, PhaseTimes
 from harness.processes import Launcher, ProcessFailed
@@ -226,12 +227,18 @@ def test_progress_is_visible_line_by_line(context: Context, capsys: pytest.Captu
 
 def test_device_memory_is_what_asv_gets_on_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "CASES", (Case("mlp", 4, "cuda", 3, default=True),))
-    result = ProfileResult(0.5, "cold", Peak(10, 20, 1000), ((0, float("nan")),), {"mode": "replay"})
+    timeline = MemoryTimeline(9.5, ((0.0, 8, 20), (3.5, 10, 20)))
+    result = ProfileResult(
+        0.5, "cold", Peak(10, 20, 1000, 3), ((0, float("nan")),), {"mode": "replay"}, memory_timeline=timeline
+    )
     pretender = Pretender(facts={**FACTS, "device_type": "cuda"}, on_profile=lambda job: result)
     measured, history = run(replace(context, at_head=True), pretender)
     entry = measured["mlp-b4", "handcaptured_amp"]
     assert (entry["peak_bytes"], entry["peak_reserved_bytes"]) == ([10], [20])
-    assert history.profiles(COMMIT)[0].losses == ((0, None),)
+    stored = history.profiles(COMMIT)[0]
+    assert stored.losses == ((0, None),)
+    assert (stored.inactive_split_bytes, stored.memory_timeline) == (3, timeline)
+    assert stored.memory_timeline_missing is None
     assert len(history.rounds(COMMIT)[0].blocks) == len(variants.names())
 
 

@@ -39,17 +39,17 @@ def visit(browser: Browser, gpu_page: Path) -> Visit:
 def test_every_chart_is_drawn_and_nothing_is_fetched(visit: Visit, gpu_page: Path) -> None:
     names = visit.page.eval_on_selector_all(".chart", "charts => charts.map((chart) => chart.id)")
     expected = {
-        "speedup": 3, "memory": 3, "setup": 3, "contribution": 3, "phases": 3, "batches": 3, "streams": 6, "history": 3,
-        "spread": 3, "drift": 3, "loss": 3,
+        "speedup": 3, "memory": 3, "allocation": 3, "setup": 3, "contribution": 3, "phases": 3, "batches": 3,
+        "streams": 6, "history": 3, "spread": 3, "drift": 3, "loss": 3,
     }  # fmt: skip
     assert sorted(names) == sorted(f"{kind}-{index}" for kind, number in expected.items() for index in range(number))
     least = {
-        "speedup": 10, "memory": 26, "setup": 13, "contribution": 10, "phases": 13, "batches": 2, "streams": 80,
-        "history": 10, "spread": 13 * 5 * 7, "drift": 13 * 5 * 7, "loss": 13,
+        "speedup": 10, "memory": 26, "allocation": 12, "setup": 13, "contribution": 10, "phases": 13, "batches": 2,
+        "streams": 80, "history": 10, "spread": 13 * 5 * 7, "drift": 13 * 5 * 7, "loss": 13,
     }  # fmt: skip
     for name in names:
         kind = name.partition("-")[0]
-        marks = visit.page.locator(f"#{name} {'.js-line' if kind == 'loss' else '.point'}")
+        marks = visit.page.locator(f"#{name} {'.js-line' if kind in ('loss', 'allocation') else '.point'}")
         assert marks.count() >= least[kind], name
     assert visit.page.locator("#speedup-0 .errorbar").count() == 11
     assert visit.page.locator("#history-0 .js-fill").count() == 4
@@ -93,6 +93,37 @@ def test_every_kitsune_variant_has_a_timeline_or_a_reason(visit: Visit) -> None:
     assert len(rows) == 24
     assert sum("no timeline: its status holds no plan" in row for row in rows) == 6
     assert sum("219 µs" in row for row in rows) == 18
+
+
+@needs_chromium
+def test_fragmentation_and_the_memory_of_a_step_are_told_or_why_not(visit: Visit) -> None:
+    written = [text.strip() for text in visit.page.locator("#memory-0 .bartext").all_text_contents()]
+    assert written[0] == "38 MiB (46 MiB, 17% unused)"
+    right = "all => all.map((element) => element.getBoundingClientRect().right)"
+    (end, *_) = visit.page.locator("#memory-0 .main-svg").evaluate_all(right)
+    assert max(visit.page.locator("#memory-0 .bartext").evaluate_all(right)) <= end
+    told = visit.page.locator("#memory .notice").inner_text()
+    assert told.startswith("A step's memory over time is not available for 3 variants of mlp-b64 on cuda, lenet-b64")
+    assert "torch 9 does not record its allocations" in told
+    visit.page.locator("#memory summary").click()
+    rows = [row.split("\t") for row in visit.texts("#memory tbody tr")]
+    assert len(rows) == 53
+    assert [cell.strip() for cell in rows[0][4:9]] == ["38 MiB", "46 MiB", "8 MiB\n17% of reserved", "3 MiB", "458 MiB"]
+
+
+@needs_chromium
+def test_a_cpu_has_no_fragmentation_and_the_page_says_so(browser: Browser, tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    visit = Visit(browser, written(tmp_path, tmp_path / "report.html"))
+    told = visit.page.locator("#memory .notice").inner_text()
+    assert told.startswith("Neither fragmentation nor a step's memory over time is available for 10 variants")
+    assert told.endswith("measured on the CPU, where torch's allocator does not count.")
+    assert visit.page.locator("[id^=allocation-]").count() == 0
+    visit.page.locator("#memory summary").click()
+    for row in visit.texts("#memory tbody tr"):
+        assert row.count("not available") == 4
+        assert "measured on the CPU" in row
+    assert visit.complaints == []
 
 
 @needs_chromium
@@ -165,7 +196,7 @@ def test_what_streams_gain_is_drawn_over_batch_sizes(browser: Browser, tmp_path:
     assert [row[6].strip() for row in rows if row[1].strip() == "8"] == ["faster"] * 3
     assert visit.requests == [(tmp_path / "report.html").as_uri()]
     assert visit.complaints == []
-    for section, charts in (("speed-up", 12), ("contributions", 12), ("memory", 3), ("history", 3)):
+    for section, charts in (("speed-up", 12), ("contributions", 12), ("memory", 6), ("history", 3)):
         assert visit.page.locator(f"#{section} .chart").count() == charts, section
 
 
