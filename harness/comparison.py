@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import overload
 
 from harness.breakdown import breakdowns
+from harness.commit_pages import NO_PAGES, CommitPages
 from harness.conclusive import MARGIN
 from harness.fusions import step_fusions
 from harness.history_index import Value, series_values
@@ -68,7 +69,13 @@ BASELINE = "eager_fp32"
 
 
 def compare(
-    history: History, base: str | None = None, head: str | None = None, *, folder: Path, margin: float = DEFAULT_MARGIN
+    history: History,
+    base: str | None = None,
+    head: str | None = None,
+    *,
+    folder: Path,
+    margin: float = DEFAULT_MARGIN,
+    pages: CommitPages = NO_PAGES,
 ) -> Comparison:
     """Compare variants at head with one another, and head with base.
 
@@ -77,6 +84,7 @@ def compare(
         head: the newer revision; None for the newest measured commit.
         folder: where to ask git about revisions and commit subjects: the results folder.
         margin: the relative difference in time that does not matter; wider for benchmarks whose noise is.
+        pages: where commits are shown on the web.
 
     Raises:
         ComparisonError: the comparison cannot be formed.
@@ -85,7 +93,7 @@ def compare(
     older, newer = choose_measurements(history, base_commit, head_commit)
     if not newer.rounds:
         raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
-    commits = _commits(history, folder)
+    commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
     series = _history(history, commits)
     changes = () if older is None else _changes(older, newer, series, margin)
@@ -113,20 +121,22 @@ def compare(
         timelines=timelines,
         stream_gains=stream_gains(stages, timelines, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
-        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin)),
+        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin), *filter(None, (pages.problem,))),
         damage=history.damage,
         phases=step_phases(newer, history.folder),
         step_memory=_step_memory(newer),
     )
 
 
-def _commits(history: History, folder: Path) -> dict[str, Commit]:
+def _commits(history: History, folder: Path, pages: CommitPages) -> dict[str, Commit]:
+    """All commits; states of a working tree, which nobody else has, are shown nowhere."""
     texts = describe(history.commits, folder)
     commits = {}
     for sha in history.commits:
         text = texts.get(sha)
         measured = history.runs(sha)[-1].started
-        commits[sha] = Commit(sha, text.subject if text else None, text.date if text else None, measured)
+        url = None if history.is_snapshot(sha) else pages.address(sha)
+        commits[sha] = Commit(sha, text.subject if text else None, text.date if text else None, measured, url)
     return commits
 
 

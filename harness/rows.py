@@ -39,12 +39,15 @@ class Parity(Enum):
 
 @dataclass(frozen=True)
 class Commit:
-    """A measured commit. ``subject`` and ``date`` are None where git does not know it; ``measured`` is in UTC."""
+    """A measured commit. ``subject`` and ``date`` are None where git does not know it; ``measured`` is in UTC.
+    ``url`` is its page on the web, of http or https, where there is one.
+    """
 
     sha: str
     subject: str | None
     date: str | None
     measured: datetime
+    url: str | None = None
 
     @property
     def short(self) -> str:

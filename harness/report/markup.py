@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from html import escape
 from urllib.parse import quote
 
+from harness import formats
+from harness.rows import Commit
 from harness.selection import Case
 from harness.tables import Cell, Column, Medium, Subject, Table
+
+_HARMLESS = re.compile(r"https?://[!-~]+|[A-Za-z0-9._~%/-]+")
 
 Commands = Mapping[tuple[Case, str], str]
 """For variants of cases the command that measures them again."""
@@ -52,8 +57,18 @@ def identifier(anchor: str, subject: Subject) -> str:
 
 
 def linked(text: str, address: str) -> str:
-    """A link to an address that is known to be harmless: the caller has seen to its scheme."""
+    """A link to an address of http or https or a path, encoded; anything else, such as a script, is no link."""
+    if not _HARMLESS.fullmatch(address):
+        return escape(text)
     return f'<a href="{escape(address)}" rel="noopener noreferrer">{escape(text)}</a>'
+
+
+def commit(entry: Commit) -> str:
+    """A commit as text writes it, its hash leading to its page where it has one."""
+    text = formats.commit(entry)
+    if entry.url is None:
+        return escape(text)
+    return linked(entry.short, entry.url) + escape(text.removeprefix(entry.short))
 
 
 def command(text: str) -> str:

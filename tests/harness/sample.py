@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.store import Store
 
 MEBIBYTE = 2**20
+STARTED = datetime(2026, 11, 25, tzinfo=timezone.utc)
 COMMITS = ("3f1c9a20" * 5, "8b2e77d4" * 5, "c05d61ef" * 5)
 GPU_MACHINE = "nvidia-h200"
 CPU_MACHINE = "xeon-2-cores"

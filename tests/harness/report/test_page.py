@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness import compare, report
+from harness import compare, project, report
+from harness.project import Project
 from harness.store import Store
 from tests.harness import plans, sample
 from tests.harness.report.chromium import Visit, needs_chromium, written
@@ -398,3 +399,22 @@ def test_other_metrics_are_on_the_page_of_one_model(tmp_path: Path) -> None:
     assert "<h3>Setup, memory</h3>" in changes
     assert changes.count("<table ") == 2
     assert '<select id="model">' not in page, "there is nothing to choose"
+
+
+@needs_chromium
+def test_commits_lead_to_their_pages_which_nothing_fetches(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample.write_cpu_history(tmp_path / "results")
+    address = "https://example.org/us/kitsune/commit/"
+    (tmp_path / "asv.conf.json").write_text(json.dumps({"show_commit_url": address}))
+    monkeypatch.setattr(project, "here", lambda: Project(tmp_path, tmp_path, is_kitsune=True))
+    visit = Visit(browser, written(tmp_path / "results", tmp_path / "report.html"))
+    visit.page.locator("#history details summary").last.click()
+    places = ("header dd a", "#history table.sortable tbody td:first-child a")
+    links = [visit.page.locator(place).evaluate_all("all => all.map((link) => link.href)") for place in places]
+    newest, older = (address + commit for commit in sample.COMMITS[:0:-1])
+    assert links[0] == [newest, older]
+    assert links[1][:2] == [newest, older]
+    assert visit.requests == [(tmp_path / "report.html").as_uri()]
+    assert visit.complaints == []
