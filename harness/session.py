@@ -40,7 +40,7 @@ from harness.phases import WHOLE
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
 from harness.progress import ROUND, ProgressFile, Step, phases_step
-from harness.store import ResultsError, Store
+from harness.store import Store
 from harness.timer import BlockTime
 from harness.traces import TraceFile
 
@@ -267,7 +267,7 @@ class Session:
         trace.write(result.trace.content)
         try:
             self._append(**_phases_record(case, task, result, trace.name))
-        except ResultsError:
+        except BaseException:
             trace.withdraw()
             raise
         trace.replace_earlier()
