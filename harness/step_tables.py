@@ -181,13 +181,14 @@ def _trace_cell(entry: StepPhases, beside: Path | None) -> Cell:
     if entry.trace is None:
         return Cell(formats.ABSENT)
     link = None if beside is None else quote(os.path.relpath(entry.trace, beside))
-    return Cell(str(entry.trace), words=entry.trace.name if link is None else "open", link=link)
+    below_machine = "/".join(entry.trace.parts[-3:])
+    return Cell(below_machine, words=None if link is None else "open", link=link)
 
 
 def _phase_remark(entry: StepPhases) -> str:
     told = [
         "one phase: the step runs as one thing" if entry.is_whole else None,
-        "the host's time: there is no device that waits for it" if entry.host_gap_s is None else None,
+        "the host's time" if entry.host_gap_s is None else None,
         None if entry.trace_missing is None else f"no trace: {formats.one_line(entry.trace_missing)}",
     ]
     return "; ".join(part for part in told if part)
