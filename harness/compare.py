@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from harness import bisection, metrics, project, render, render_sides
+from harness.commit_pages import NO_PAGES, CommitPages, commit_pages
 from harness.comparison import compare
 from harness.environment import machine_name
 from harness.names import is_diagnostic, is_product
@@ -195,7 +196,7 @@ def _commits(options: argparse.Namespace) -> int:
     _print(render.text(comparison, shown=shown, colour=colour, commands=options.reproduce))
     _write(options.json, lambda: render.json_document(comparison, shown=shown))
     _write(options.markdown, lambda: render.markdown(comparison, shown=shown, commands=options.reproduce))
-    _write(options.html, lambda: html_page(comparison))
+    _write(options.html, lambda: html_page(comparison, options.html.absolute().parent))
     if options.bisect is not None and not _bisect(comparison, options.bisect):
         return 2
     return 1 if any(_FAILURES[failure](comparison) for failure in options.fail_on) else 0
@@ -226,7 +227,9 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     base, head = _revisions(options, history, store.root)
     base_commit, head_commit = choose_commits(history, base, head, store.root)
     history = history.without_snapshots(but=filter(None, (base_commit, head_commit)))
-    comparison = compare(history, base_commit, head_commit, folder=store.root, margin=margins["ratio"])
+    comparison = compare(
+        history, base_commit, head_commit, folder=store.root, margin=margins["ratio"], pages=_commit_pages()
+    )
     runs = history.runs(head_commit)
     sources = {name: source for run in runs for name, source in run.workloads.items()}
     comparison = replace(comparison, reproduction=Reproduction(runs[-1].profile, sources))
@@ -306,6 +309,14 @@ def _bisect(comparison: Comparison, which: str) -> bool:
 
 def _store(options: argparse.Namespace) -> Store:
     return Store(options.results or project.here().results)
+
+
+def _commit_pages() -> CommitPages:
+    """Those of this project; results may also be looked at where there is none."""
+    try:
+        return commit_pages(project.here().configuration)
+    except ProjectError:
+        return NO_PAGES
 
 
 def _of_models(history: History, models: Sequence[str]) -> History:

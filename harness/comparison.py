@@ -9,13 +9,27 @@ from pathlib import Path
 from typing import overload
 
 from harness.breakdown import breakdowns
+from harness.commit_pages import NO_PAGES, CommitPages
 from harness.conclusive import MARGIN
 from harness.fusions import step_fusions
 from harness.history_index import Value, series_values
 from harness.level_changes import environment_changes, environment_of, level_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
-from harness.rows import Change, Commit, Comparison, LossCurve, Lost, Parity, Point, Row, Series, SkipGroup, Summary
+from harness.rows import (
+    Change,
+    Commit,
+    Comparison,
+    LossCurve,
+    Lost,
+    Parity,
+    Point,
+    Row,
+    Series,
+    SkipGroup,
+    StepMemory,
+    Summary,
+)
 from harness.samples import samples
 from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
 from harness.selftest import outcome
@@ -34,6 +48,7 @@ from harness.stats import (
     round_noise,
     typical_seconds,
 )
+from harness.step_phases import step_phases
 from harness.store import History, Profile
 from harness.stream_gains import stream_gains
 from harness.timelines import timeline
@@ -54,7 +69,13 @@ BASELINE = "eager_fp32"
 
 
 def compare(
-    history: History, base: str | None = None, head: str | None = None, *, folder: Path, margin: float = DEFAULT_MARGIN
+    history: History,
+    base: str | None = None,
+    head: str | None = None,
+    *,
+    folder: Path,
+    margin: float = DEFAULT_MARGIN,
+    pages: CommitPages = NO_PAGES,
 ) -> Comparison:
     """Compare variants at head with one another, and head with base.
 
@@ -63,6 +84,7 @@ def compare(
         head: the newer revision; None for the newest measured commit.
         folder: where to ask git about revisions and commit subjects: the results folder.
         margin: the relative difference in time that does not matter; wider for benchmarks whose noise is.
+        pages: where commits are shown on the web.
 
     Raises:
         ComparisonError: the comparison cannot be formed.
@@ -71,7 +93,7 @@ def compare(
     older, newer = choose_measurements(history, base_commit, head_commit)
     if not newer.rounds:
         raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
-    commits = _commits(history, folder)
+    commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
     series = _history(history, commits)
     changes = () if older is None else _changes(older, newer, series, margin)
@@ -99,18 +121,22 @@ def compare(
         timelines=timelines,
         stream_gains=stream_gains(stages, timelines, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
-        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin)),
+        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin), *filter(None, (pages.problem,))),
         damage=history.damage,
+        phases=step_phases(newer, history.folder),
+        step_memory=_step_memory(newer),
     )
 
 
-def _commits(history: History, folder: Path) -> dict[str, Commit]:
+def _commits(history: History, folder: Path, pages: CommitPages) -> dict[str, Commit]:
+    """All commits; states of a working tree, which nobody else has, are shown nowhere."""
     texts = describe(history.commits, folder)
     commits = {}
     for sha in history.commits:
         text = texts.get(sha)
         measured = history.runs(sha)[-1].started
-        commits[sha] = Commit(sha, text.subject if text else None, text.date if text else None, measured)
+        url = None if history.is_snapshot(sha) else pages.address(sha)
+        commits[sha] = Commit(sha, text.subject if text else None, text.date if text else None, measured, url)
     return commits
 
 
@@ -151,6 +177,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         loss_gap=gap,
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
+        inactive_split_bytes=None if profile is None else profile.inactive_split_bytes,
     )
 
 
@@ -376,6 +403,14 @@ def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
         LossCurve(case, variant, profile.precision, profile.losses)
         for (case, variant), profile in profiles
         if profile.losses and not is_diagnostic(variant)
+    )
+
+
+def _step_memory(measured: Measurement) -> tuple[StepMemory, ...]:
+    profiles = sorted(measured.profiles.items(), key=lambda item: order(item[0][1]))
+    return tuple(
+        StepMemory(case, variant, profile.memory_timeline, profile.memory_timeline_missing)
+        for (case, variant), profile in profiles
     )
 
 

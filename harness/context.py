@@ -9,6 +9,7 @@
   profile has them or not; empty leaves the choice to the profile.
 - ``HARNESS_WORKLOADS``: the user's own models, measured instead of the harness's, as ``--workload`` gives them.
 - ``HARNESS_RESUME``: "1" measures only what earlier runs of the profile in the same environment have not.
+- ``HARNESS_PHASES``: "1" also tells the phases of a step apart.
 - ``HARNESS_RESULTS``: the folder for raw samples (else ``results/`` beside asv's configuration).
 - ``HARNESS_PROGRESS``: a file to which progress is appended, because asv keeps a benchmark's output to itself.
 - ``HARNESS_UNTIL``: "rounds" (the profile's number of them) or "conclusive" (more, where a verdict is not).
@@ -36,6 +37,7 @@ CASES_VARIABLE = "HARNESS_CASES"
 VARIANTS_VARIABLE = "HARNESS_VARIANTS"
 WORKLOADS_VARIABLE = "HARNESS_WORKLOADS"
 RESUME_VARIABLE = "HARNESS_RESUME"
+PHASES_VARIABLE = "HARNESS_PHASES"
 RESULTS_VARIABLE = "HARNESS_RESULTS"
 PROGRESS_VARIABLE = "HARNESS_PROGRESS"
 UNTIL_VARIABLE = "HARNESS_UNTIL"
@@ -65,6 +67,7 @@ class Context:
         selection: which cases and variants are measured, where that is not left to the profile.
         own: the user's own models, which are measured instead of the harness's.
         resume: whether what earlier runs measured is left out.
+        phases: whether the phases of a step are told apart besides.
         results_folder: where raw samples go; None is the usual place.
         home: the folder of asv's configuration, where everything that is written lies; None is the root.
         is_kitsune: whether the commits are Kitsune's, so that ``kitsune`` must come from the checkout.
@@ -82,6 +85,7 @@ class Context:
     selection: profiles.Selection = profiles.EVERYTHING
     own: tuple[OwnModel, ...] = ()
     resume: bool = False
+    phases: bool = False
     results_folder: Path | None = None
     home: Path | None = None
     is_kitsune: bool = True
@@ -141,6 +145,7 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
         selection=_selection(values),
         own=own_models(values),
         resume=values.get(RESUME_VARIABLE) == "1",
+        phases=values.get(PHASES_VARIABLE) == "1",
         results_folder=Path(results) if results else None,
         home=None if measured.is_kitsune else home,
         is_kitsune=measured.is_kitsune,

@@ -6,20 +6,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.records import Profile, Round, Skip
+from harness.records import Phases, Profile, Round, Skip
 from harness.selection import changed_facts
 from harness.store import History
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Rounds, profiles and skips that count for a run: of the same commit, by the same profile of the harness, in the
-    same environment. Without any, everything is still to be measured.
+    """Rounds, profiles, phases and skips that count for a run: of the same commit, by the same profile of the harness,
+    in the same environment. Without any, everything is still to be measured.
     """
 
     rounds: tuple[Round, ...] = ()
     profiles: tuple[Profile, ...] = ()
     skips: tuple[Skip, ...] = ()
+    phases: tuple[Phases, ...] = ()
 
     def num_rounds(self, case: str, variant: str) -> int:
         """In how many rounds of a case a variant was timed."""
@@ -33,6 +34,10 @@ class Earlier:
         """The newest profile of a variant."""
         found = [entry for entry in self.profiles if (entry.case, entry.variant) == (case, variant)]
         return found[-1] if found else None
+
+    def has_phases(self, case: str, variant: str) -> bool:
+        """Whether the phases of a variant were told apart."""
+        return any((entry.case, entry.variant) == (case, variant) and not entry.failure for entry in self.phases)
 
     def has_skip(self, case: str, variant: str, status: str, reason: str) -> bool:
         """Whether that a variant was not measured is on record, for this reason."""
@@ -65,4 +70,5 @@ def earlier(history: History, commit: str, profile: str, facts: Mapping[str, obj
         rounds=tuple(entry for entry in history.rounds(commit) if entry.run in runs),
         profiles=tuple(entry for entry in history.profiles(commit) if entry.run in runs),
         skips=tuple(entry for entry in history.skips(commit) if entry.run in runs),
+        phases=tuple(entry for entry in history.phases(commit) if entry.run in runs),
     )

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from harness import allocator, caches, environment, memory, profiles, sensors, variants
 from harness.failures import describe
+from harness.memory_recording import recorded_step
+from harness.memory_timeline import NOT_RECORDED, MemoryTimeline, memory_timeline
 from harness.names import reference_of
 from harness.profiles import Case, Effort
 from harness.timer import BlockTime, synchronize, time_block
@@ -77,7 +79,7 @@ class ProfileResult:
     ``setup_s`` runs from constructing the optimizer to the end of the first step in the steady state; imports, moving
     the model to the device, and the device's own start are not part of it. ``caches`` is "cold" or "warm" for variants
     that compile, by whether their compilers found anything in their caches; None for others. ``losses`` are
-    (step, loss) pairs, steps counted from 0.
+    (step, loss) pairs, steps counted from 0. ``memory_timeline`` is of one steady step, or says why there is none.
     """
 
     setup_s: float
@@ -85,6 +87,7 @@ class ProfileResult:
     peak: memory.Peak
     losses: tuple[tuple[int, float], ...]
     status: Mapping[str, object] | None
+    memory_timeline: MemoryTimeline | str = NOT_RECORDED
 
 
 @dataclass(frozen=True)
@@ -141,13 +144,17 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     for _ in range(max(_STEADY_STEPS, job.case.loss_steps - losses.steps)):
         losses.step(training)
     synchronize(device)
+    peak = memory.peak(device)
+    note(f"recording the memory of a step of {variant.name}")
+    recorded = recorded_step(lambda: training.run(1), device)
     compiled = variant.compile_mode is not None or variant.is_kitsune
     return ProfileResult(
         setup_s,
         ("cold" if cold else "warm") if compiled else None,
-        memory.peak(device),
+        peak,
         losses.values(),
         training.status(),
+        recorded if isinstance(recorded, str) else memory_timeline(recorded),
     )
 
 

@@ -11,21 +11,25 @@ from pathlib import Path
 
 import torch
 
-_SHARED_POOL = (0, 0)
+from harness.memory_timeline import graph_split_bytes, idle_graph_bytes
+
 _RESET_PEAK = "5"  # proc(5), clear_refs: resets the peak resident set size to the current one
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peaks in bytes. The first two are None on the CPU, where torch's allocator does not count.
+    """Peaks in bytes. All but the last are None on the CPU, where torch's allocator does not count.
 
     ``allocated_bytes`` counts the private memory of captured CUDA graphs as a whole: the allocator takes most of it for
-    free once it is captured, but every replay writes there, and nothing else may.
+    free once it is captured, but every replay writes there, and nothing else may. For the same reason it is no part of
+    ``inactive_split_bytes``: pieces of blocks of which other pieces are in use, so that they cannot be returned to the
+    device.
     """
 
     allocated_bytes: int | None
     reserved_bytes: int | None
     rss_bytes: int
+    inactive_split_bytes: int | None = None
 
 
 def reset_peak(device: torch.device) -> None:
@@ -40,15 +44,20 @@ def peak(device: torch.device) -> Peak:
     """The peaks since :func:`reset_peak`."""
     if device.type != "cuda":
         return Peak(None, None, _peak_rss_bytes())
-    allocated = torch.cuda.max_memory_allocated(device) + _idle_graph_bytes()
-    return Peak(allocated, torch.cuda.max_memory_reserved(device), _peak_rss_bytes())
-
-
-def _idle_graph_bytes() -> int:
-    """Bytes in the pools of captured graphs that hold no tensor at the moment."""
     segments = torch.cuda.memory_snapshot()
-    private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != _SHARED_POOL]
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+    statistics = torch.cuda.memory_stats(device)
+    return Peak(
+        allocated_bytes=statistics["allocated_bytes.all.peak"] + idle_graph_bytes(segments),
+        reserved_bytes=statistics["reserved_bytes.all.peak"],
+        rss_bytes=_peak_rss_bytes(),
+        inactive_split_bytes=max(0, statistics["inactive_split_bytes.all.peak"] - graph_split_bytes(segments)),
+    )
+
+
+def in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes allocated and reserved on a GPU at the moment, counted as in :class:`Peak`."""
+    allocated = torch.cuda.memory_allocated(device) + idle_graph_bytes(torch.cuda.memory_snapshot())
+    return allocated, torch.cuda.memory_reserved(device)
 
 
 def _peak_rss_bytes() -> int:

@@ -35,7 +35,10 @@ def narrowed(comparison: Comparison, only: Only) -> Comparison:
         replace(series, changes=tuple(change for change in series.changes if _direction(change) in verdicts))
         for series in comparison.history
     )
-    return replace(comparison, rows=rows, changes=changes, contrasts=contrasts, lost=lost, history=history)
+    phases = tuple(entry for entry in comparison.phases if (entry.case, entry.variant) in wanted)
+    return replace(
+        comparison, rows=rows, changes=changes, contrasts=contrasts, lost=lost, history=history, phases=phases
+    )
 
 
 def _direction(change: LevelChange) -> Verdict:

@@ -41,6 +41,12 @@ left the caches cold, and on a GPU the host has yet to get ahead of the device."
 CURVE_POINTS = 50
 """A loss curve keeps about so many points."""
 
+PHASE_LEAD_IN_STEPS = 3
+"""Of the steps that are profiled to tell phases apart, so many come first: the profiler has begun, and on a GPU the
+host has to get ahead of the device."""
+PHASE_STEPS = 8
+"""So many count."""
+
 
 @dataclass(frozen=True)
 class Case:

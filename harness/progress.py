@@ -26,6 +26,11 @@ class Step:
     part: str
 
 
+def phases_step(case: str, variant: str) -> Step:
+    """The step that tells the phases of a variant apart."""
+    return Step(case, f"phases of {variant}")
+
+
 class ProgressFile:
     """The writing end.
 

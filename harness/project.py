@@ -21,6 +21,7 @@ from harness.whole_files import write_whole
 _HERE = Path(__file__).resolve().parent
 _HOME = ".kitsune-harness"
 _CONFIGURATION = "asv.conf.json"
+_COMMIT_URL_VARIABLE = "HARNESS_COMMIT_URL"
 
 
 class ProjectError(Exception):
@@ -86,7 +87,8 @@ class Project:
             yield
 
     def prepare(self) -> None:
-        """Makes the folders, and outside of Kitsune's own checkout asv's configuration.
+        """Makes the folders, and outside of Kitsune's own checkout asv's configuration. ``HARNESS_COMMIT_URL`` becomes
+        its ``show_commit_url``: the beginning of the addresses of commits' pages.
 
         Raises:
             OSError: they cannot be written.
@@ -143,6 +145,7 @@ def _checkout_around(folder: Path) -> Path:
 
 def _configuration(root: Path) -> dict[str, object]:
     """As asv.conf.json in Kitsune's checkout, for a project elsewhere."""
+    commit_url = os.environ.get(_COMMIT_URL_VARIABLE)
     return {
         "version": 1,
         "project": root.name,
@@ -159,4 +162,5 @@ def _configuration(root: Path) -> dict[str, object]:
         "results_dir": "results",
         "env_dir": ".asv/env",
         "html_dir": ".asv/html",
+        **({"show_commit_url": commit_url} if commit_url else {}),
     }

@@ -8,17 +8,21 @@ because a wrong number that looks right is worse than a missing one. Fields this
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import get_args
 
+from harness.memory_timeline import NOT_RECORDED, ON_THE_CPU, MemoryTimeline, Point
+from harness.phases import PHASES, Clock
 from harness.profiles import Name
 
 SCHEMA = 1
 
 _LEAST_SECONDS = 1e-12
 _MOST_SECONDS = 1e9
+_TRACE = re.compile(r"traces/[0-9a-f]+/[\w.-]+\.json\.gz")
 
 
 class RecordError(ValueError):
@@ -94,6 +98,7 @@ class Profile:
     """Set-up seconds, peak memory and losses of one variant, from a process of its own.
 
     ``losses`` are (step, loss) pairs; a loss of None was not finite. ``kitsune`` is the status of a Kitsune variant.
+    ``memory_timeline`` is of one steady step on a GPU, or else ``memory_timeline_missing`` says why there is none.
     """
 
     run: str
@@ -109,6 +114,9 @@ class Profile:
     peak_rss_bytes: int | None
     losses: tuple[tuple[int, float | None], ...]
     kitsune: Mapping[str, object] | None
+    inactive_split_bytes: int | None = None
+    memory_timeline: MemoryTimeline | None = None
+    memory_timeline_missing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,32 @@ class Skip:
     reason: str
 
 
-Record = Run | Round | Profile | Skip
+@dataclass(frozen=True)
+class Phases:
+    """How the steps of one variant divide into phases, profiled in a process of its own.
+
+    ``phases_s`` has one entry for each profiled step, in each of the phases that the step has; with those of
+    ``host_gap_s`` (None where the ``clock`` is "wall": a CPU) they add up to the step. ``trace`` is the file with the
+    last of these steps, below the machine's folder, or else ``trace_missing`` says why there is none. Where the
+    profiling failed, ``failure`` says why, and there is nothing else.
+    """
+
+    run: str
+    case: str
+    model: str
+    batch: int
+    device: str
+    variant: str
+    precision: str
+    clock: Clock
+    phases_s: Mapping[str, tuple[float, ...]]
+    host_gap_s: tuple[float, ...] | None
+    trace: str | None
+    trace_missing: str | None
+    failure: str | None
+
+
+Record = Run | Round | Profile | Phases | Skip
 
 
 def parse_record(fields: object) -> Record:
@@ -151,9 +184,11 @@ def parse_record(fields: object) -> Record:
         return _round(fields)
     if kind == "profile":
         return _profile(fields)
+    if kind == "phases":
+        return _phases(fields)
     if kind == "skip":
         return _skip(fields)
-    raise RecordError(f"kind is {_shown(kind)}; expected one of run, round, profile, skip")
+    raise RecordError(f"kind is {_shown(kind)}; expected one of run, round, profile, phases, skip")
 
 
 def _run(fields: Mapping[str, object]) -> Run:
@@ -235,6 +270,68 @@ def _profile(fields: Mapping[str, object]) -> Profile:
         peak_rss_bytes=_optional_bytes(fields, "peak_rss_bytes"),
         losses=_losses(fields.get("losses")),
         kitsune=None if fields.get("kitsune") is None else _mapping(fields, "kitsune"),
+        inactive_split_bytes=_optional_bytes(fields, "inactive_split_bytes"),
+        memory_timeline=_memory_timeline(fields),
+        memory_timeline_missing=_missing_timeline(fields),
+    )
+
+
+def _missing_timeline(fields: Mapping[str, object]) -> str | None:
+    """Why there is no timeline of memory; results of earlier versions say nothing of it."""
+    if fields.get("memory_timeline") is not None:
+        return None
+    told = _optional_text(fields, "memory_timeline_missing")
+    return told or (NOT_RECORDED if fields.get("device") == "cuda" else ON_THE_CPU)
+
+
+def _memory_timeline(fields: Mapping[str, object]) -> MemoryTimeline | None:
+    if fields.get("memory_timeline") is None:
+        return None
+    timeline = _mapping(fields, "memory_timeline")
+    step_us = _number(timeline.get("step_us"), "memory_timeline.step_us")
+    entries = timeline.get("points")
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise RecordError(f"memory_timeline.points: expected at least one point, got {_shown(entries)}")
+    points: list[Point] = []
+    for entry in entries:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(type(size) is int for size in entry[1:]):
+            raise RecordError(f"memory_timeline.points: expected [us, allocated, reserved], got {_shown(entry)}")
+        time = _number(entry[0], "memory_timeline.points")
+        if not (points[-1][0] if points else 0) <= time <= step_us or min(entry[1:]) < 0:
+            raise RecordError(f"memory_timeline.points: {_shown(entry)} is out of order, or less than nothing")
+        points.append((time, entry[1], entry[2]))
+    return MemoryTimeline(step_us, tuple(points))
+
+
+def _phases(fields: Mapping[str, object]) -> Phases:
+    failure, clock, trace = (_optional_text(fields, name) for name in ("failure", "clock", "trace"))
+    if clock not in get_args(Clock):
+        raise RecordError(f"clock is {_shown(clock)}; expected one of {', '.join(get_args(Clock))}")
+    if trace is not None and not _TRACE.fullmatch(trace):
+        raise RecordError(f"trace: {_shown(trace)} is no file below the folder of traces")
+    phases_s = _mapping(fields, "phases_s")
+    for name in phases_s:
+        if name not in PHASES:
+            raise RecordError(f"phases_s: {_shown(name)} is none of {', '.join(PHASES)}")
+    times = {name: _spans(phases_s[name], f"phases_s[{name!r}]") for name in PHASES if name in phases_s}
+    gap = None if fields.get("host_gap_s") is None else _spans(fields["host_gap_s"], "host_gap_s")
+    lengths = {len(values) for values in (*times.values(), *(() if gap is None else (gap,)))}
+    if failure is None and (not times or len(lengths) != 1 or 0 in lengths):
+        raise RecordError(f"phases_s: expected one time of each phase for each step, got {_shown(phases_s)}")
+    return Phases(
+        run=_text(fields, "run"),
+        case=_text(fields, "case"),
+        model=_text(fields, "model"),
+        batch=_whole(fields, "batch", least=1),
+        device=_text(fields, "device"),
+        variant=_text(fields, "variant"),
+        precision=_text(fields, "precision"),
+        clock="device" if clock == "device" else "wall",
+        phases_s=times,
+        host_gap_s=gap,
+        trace=trace,
+        trace_missing=_optional_text(fields, "trace_missing"),
+        failure=failure,
     )
 
 
@@ -273,6 +370,17 @@ def _times(entries: object, where: str) -> tuple[float, ...]:
     for time in (min(times), max(times)):
         if not _LEAST_SECONDS <= time <= _MOST_SECONDS:
             raise RecordError(f"{where}: {time} cannot be the seconds of a training step")
+    return times
+
+
+def _spans(entries: object, where: str) -> tuple[float, ...]:
+    """Parts of steps, which may be none of it."""
+    if not isinstance(entries, (list, tuple)):
+        raise RecordError(f"{where}: expected a list of times, got {_shown(entries)}")
+    times = tuple(_number(entry, where) for entry in entries)
+    for time in times:
+        if not 0 <= time <= _MOST_SECONDS:
+            raise RecordError(f"{where}: {time} cannot be seconds of a training step")
     return times
 
 

@@ -13,6 +13,8 @@ from harness.metrics import word
 from harness.names import label
 from harness.rows import Change, Comparison, Contrast, LevelChange, Lost, Row, Series, Summary
 from harness.stats import Estimate, Verdict
+from harness.step_phases import NoPhases, StepPhases
+from harness.step_tables import phase_table
 from harness.store import Damage
 from harness.tables import (
     Cell,
@@ -52,6 +54,9 @@ def text(
         parts += [text_table(variants.on(Medium.TEXT), colour), *_summary_lines(comparison)]
     for title, table in _change_tables(shown):
         parts += ["", title, "", text_table(table.on(Medium.TEXT), colour)]
+    divided = phase_table(shown)
+    if divided.rows:
+        parts += ["", "Phases of a step, profiled", "", text_table(divided.on(Medium.TEXT), colour)]
     again = _commands(shown, every=commands)
     if again:
         parts += ["", "To measure again", "", *(f"  {formats.one_line(line)}" for line in again)]
@@ -128,6 +133,7 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
             for group in comparison.skips
         ],
         "fusions": [_fusion_fields(entry) for entry in comparison.fusions],
+        "phases": [_phase_fields(entry) for entry in shown.phases],
         "notes": comparison.notes,
         "damage": damage_fields(comparison.damage),
     }
@@ -278,6 +284,7 @@ def _row_fields(row: Row) -> dict[str, object]:
         "peer_verdict": None if row.peer_verdict is None else row.peer_verdict.value,
         "parity": None if row.parity is None else row.parity.value,
         "kitsune": None if row.kitsune is None else dict(row.kitsune),
+        "fragmentation_bytes": row.fragmentation_bytes,
     }
     if row.break_even_steps == math.inf:
         fields["break_even_steps"] = "never"
@@ -352,6 +359,14 @@ def _fusion_fields(entry: StepFusions | UnreadableFusions) -> dict[str, object]:
         "fused_seconds": entry.fused.seconds,
         "gain": estimate_fields(entry.fused.gain),
     }
+
+
+def _phase_fields(entry: StepPhases | NoPhases) -> dict[str, object]:
+    """Either the phases, or the ``reason`` why there are none."""
+    fields: dict[str, object] = {**vars(entry), "case": vars(entry.case)}
+    if isinstance(entry, StepPhases):
+        fields |= {"seconds": dict(entry.seconds), "trace": None if entry.trace is None else str(entry.trace)}
+    return fields
 
 
 def estimate_fields(estimate: Estimate | None) -> dict[str, object] | None:

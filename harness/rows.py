@@ -11,10 +11,12 @@ from enum import Enum
 
 from harness.breakdown import Breakdown
 from harness.fusions import StepFusions, UnreadableFusions
+from harness.memory_timeline import MemoryTimeline
 from harness.names import is_diagnostic, is_kitsune, is_product, reference_of
 from harness.samples import Samples
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
+from harness.step_phases import NoPhases, StepPhases
 from harness.store import Damage, Skip
 from harness.stream_gains import StreamGain
 from harness.timelines import NoTimeline, Timeline
@@ -37,12 +39,15 @@ class Parity(Enum):
 
 @dataclass(frozen=True)
 class Commit:
-    """A measured commit. ``subject`` and ``date`` are None where git does not know it; ``measured`` is in UTC."""
+    """A measured commit. ``subject`` and ``date`` are None where git does not know it; ``measured`` is in UTC.
+    ``url`` is its page on the web, of http or https, where there is one.
+    """
 
     sha: str
     subject: str | None
     date: str | None
     measured: datetime
+    url: str | None = None
 
     @property
     def short(self) -> str:
@@ -84,6 +89,14 @@ class Row:
     loss_gap: float | None
     parity: Parity | None
     kitsune: Mapping[str, object] | None
+    inactive_split_bytes: int | None = None
+
+    @property
+    def fragmentation_bytes(self) -> int | None:
+        """What torch holds of the device's memory at the peak and no tensor uses; None where it does not count."""
+        if self.allocated_bytes is None or self.reserved_bytes is None:
+            return None
+        return max(0, self.reserved_bytes - self.allocated_bytes)
 
     @property
     def is_kitsune(self) -> bool:
@@ -239,6 +252,16 @@ class LossCurve:
 
 
 @dataclass(frozen=True)
+class StepMemory:
+    """The memory of one steady step at head of one of the variants; without a ``timeline``, ``missing`` says why."""
+
+    case: Case
+    variant: str
+    timeline: MemoryTimeline | None
+    missing: str | None
+
+
+@dataclass(frozen=True)
 class Reproduction:
     """What measuring something again needs beside its commit, case and variants: the profile of the newest run at head,
     and where the user's own models among the workloads are built from.
@@ -290,6 +313,8 @@ class Comparison:
     contrasts: tuple[Contrast, ...] = ()
     margins: Mapping[str, float] = field(default_factory=dict)
     reproduction: Reproduction = Reproduction()
+    phases: tuple[StepPhases | NoPhases, ...] = ()
+    step_memory: tuple[StepMemory, ...] = ()
 
     @property
     def regressions(self) -> int:

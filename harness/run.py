@@ -142,6 +142,12 @@ def _parser() -> argparse.ArgumentParser:
         help="your own model instead of the harness's: a function that builds it, or the name of an entry point; may "
         "be repeated",
     )  # fmt: skip
+    what.add_argument(
+        "--phases", action="store_true",
+        help="also divide a step into data, forward, backward, optimizer and, on a GPU, the time it waits for the "
+        "host: by torch.profiler, in processes of their own, after everything else of a case. The traces are kept in "
+        "results/<machine>/traces. With --resume, for what is measured already",
+    )  # fmt: skip
     parser.add_argument(
         "--report", type=Path, metavar="PATH", help="compare afterwards, and write the interactive report"
     )

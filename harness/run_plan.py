@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness import asv_process, context, environment, profiles, project, variants
 from harness.own_models import OwnModel, encoded
-from harness.progress import ROUND, Step
+from harness.progress import ROUND, Step, phases_step
 from harness.project import Project
 from harness.revisions import commits_of, history_order
 from harness.worktree import snapshot
@@ -33,6 +33,7 @@ class Plan:
     resume: bool
     until: profiles.Until = "rounds"
     own: tuple[OwnModel, ...] = ()
+    phases: bool = False
 
     @property
     def results(self) -> Path:
@@ -49,6 +50,7 @@ class Plan:
             context.WORKLOADS_VARIABLE: encoded(self.own),
             context.RESUME_VARIABLE: "1" if self.resume else "",
             context.UNTIL_VARIABLE: self.until,
+            context.PHASES_VARIABLE: "1" if self.phases else "",
             context.RESULTS_VARIABLE: str(self.results),
             context.PROGRESS_VARIABLE: str(progress),
         }
@@ -85,6 +87,7 @@ class Plan:
             profiled = [entry for entry in chosen if profiles.needs_profile(self.profile, entry, at_head=at_head)]
             steps += [Step(case.name, variant.name) for variant in profiled]
             steps += [Step(case.name, ROUND)] * rounds
+            steps += [phases_step(case.name, variant.name) for variant in chosen if self.phases]
         return steps
 
     def _variants(self, case: profiles.Case, *, at_head: bool) -> list[variants.Variant]:
@@ -121,6 +124,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         resume=options.resume,
         until=options.until,
         own=own,
+        phases=options.phases,
     )
 
 

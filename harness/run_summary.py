@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from harness.formats import counted
-from harness.records import Skip
 from harness.store import History
 
 
@@ -69,14 +68,14 @@ def summary(history: History, commits: Sequence[str], since: datetime) -> Summar
     for commit in commits:
         for skip in history.skips(commit):
             if skip.run in runs and skip.status == "failed":
-                failures.setdefault((commit, skip.reason), []).append(_place(skip))
+                failures.setdefault((commit, skip.reason), []).append(f"{skip.case} {skip.variant}")
+        for phases in history.phases(commit):
+            if phases.run in runs and phases.failure is not None:
+                place = f"{phases.case} {phases.variant}, its phases"
+                failures.setdefault((commit, phases.failure), []).append(place)
     return Summary(
         measured=measured,
         failures=tuple(Failures(commit, tuple(places), reason) for (commit, reason), places in failures.items()),
         untouched=tuple(commit for commit in commits if commit not in measured),
         with_results=frozenset(commit for commit in commits if history.rounds(commit)),
     )
-
-
-def _place(skip: Skip) -> str:
-    return f"{skip.case} {skip.variant}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.revisions import matching
-from harness.store import History, Profile, Round, Run, Skip, Store
+from harness.store import History, Phases, Profile, Round, Run, Skip, Store
 
 ENVIRONMENT_FACTS = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "cpu", "cores", "threads")
 """Machine facts that change what is measured: rounds are pooled only where all of these agree."""
@@ -41,6 +41,7 @@ class Measurement:
     profiles: Mapping[tuple[Case, str], Profile]
     skips: Mapping[tuple[Case, str], Skip]
     all_profiles: tuple[Profile, ...]
+    phases: Mapping[tuple[Case, str], Phases]
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -89,6 +90,7 @@ def measurement(history: History, commit: str, runs: Sequence[Run] | None = None
         profiles=profiles,
         skips={key: skip for key, skip in skips.items() if key not in timed or _is_loss(skip, pooled[-1])},
         all_profiles=all_profiles,
+        phases={(_case(entry), entry.variant): entry for entry in history.phases(commit) if entry.run in names},
     )
 
 
@@ -194,5 +196,5 @@ def _nothing_readable(history: History) -> str:
     return f"nothing readable for machine {history.machine}: {place}: {first.problem}"
 
 
-def _case(entry: Round | Profile | Skip) -> Case:
+def _case(entry: Round | Profile | Phases | Skip) -> Case:
     return Case(entry.case, entry.model, entry.batch, entry.device)

@@ -34,11 +34,15 @@ from harness.measure import (
     median_step_seconds,
     probe,
 )
+from harness.memory_timeline import MemoryTimeline
+from harness.phase_recording import PhasesJob, PhasesResult, measure_phases
+from harness.phases import WHOLE
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
-from harness.progress import ROUND, ProgressFile, Step
+from harness.progress import ROUND, ProgressFile, Step, phases_step
 from harness.store import Store
 from harness.timer import BlockTime
+from harness.traces import TraceFile
 
 _PROBE_SECONDS = 300.0
 
@@ -173,22 +177,30 @@ class Session:
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
         for task in self._to_profile(case, tasks):
             self._profile(case, task, effort)
-        runnable, taken = self._without_failed(case, tasks), 0
-        while taken < self._missing_rounds(case, runnable, effort.rounds):
-            runnable = self._round(case, runnable, effort, taken)
+        runnable = self._time_case(case, self._without_failed(case, tasks), effort)
+        for task in self._to_divide(case, runnable):
+            self._divide(case, task, effort)
+
+    def _time_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> tuple[Task, ...]:
+        """As many rounds as there should be; the variants that came through all of them."""
+        taken = 0
+        while taken < self._missing_rounds(case, tasks, effort.rounds):
+            tasks = self._round(case, tasks, effort, taken)
             taken += 1
         if self._context.sampling.until == "rounds":
-            return
-        while runnable and taken < self._missing_rounds(case, runnable, effort.most_rounds):
+            return tasks
+        while tasks and taken < self._missing_rounds(case, tasks, effort.most_rounds):
             if is_conclusive([*self._earlier.seconds(case.name), *self._timed.get(case.name, [])]):
-                return
+                return tasks
             self._steps += 1
-            runnable = self._round(case, runnable, effort, taken)
+            tasks = self._round(case, tasks, effort, taken)
             taken += 1
+        return tasks
 
     def _steps_of(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> list[Step]:
         alone = [Step(case.name, task.variant) for task in self._to_profile(case, tasks)]
-        return alone + [Step(case.name, ROUND)] * self._missing_rounds(case, tasks, effort.rounds)
+        divided = [phases_step(case.name, task.variant) for task in self._to_divide(case, tasks)]
+        return [*alone, *[Step(case.name, ROUND)] * self._missing_rounds(case, tasks, effort.rounds), *divided]
 
     def _missing_rounds(self, case: Case, tasks: tuple[Task, ...], wanted: int) -> int:
         return self._earlier.missing_rounds(case.name, [task.variant for task in tasks], wanted)
@@ -201,6 +213,12 @@ class Session:
             if profiles.needs_profile(profile, variants.get(task.variant), at_head=at_head)
             and self._earlier.profile(case.name, task.variant) is None
         ]
+
+    def _to_divide(self, case: Case, tasks: tuple[Task, ...]) -> list[Task]:
+        """Those whose phases are to be told apart."""
+        if not self._context.phases:
+            return []
+        return [task for task in tasks if not self._earlier.has_phases(case.name, task.variant)]
 
     def _read_earlier(self, facts: Mapping[str, object]) -> Earlier:
         """What need not be measured again."""
@@ -224,6 +242,35 @@ class Session:
             _add_profile(self._entry(case, task.variant), result.setup_s, result.peak)
             what = f"set up in {result.setup_s:.2f} s"
         self._progress(Step(case.name, task.variant), f"{task.variant}: {what}", begin)
+
+    def _divide(self, case: Case, task: Task, effort: profiles.Effort) -> None:
+        """Tells the phases of one variant's step apart. If that fails, what was measured of the variant stands."""
+        begin = time.monotonic()
+        try:
+            result = self._launcher.run(measure_phases, PhasesJob(case, task, effort), timeout_s=effort.process_seconds)
+        except ProcessFailed as failure:
+            self._append(**_phases_record(case, task, failure.reason))
+            what = f"failed: {failure.reason.splitlines()[0]}"
+        else:
+            self._keep_phases(case, task, result)
+            what = "a single one" if WHOLE in result.times.phases_s else "told apart"
+        self._progress(phases_step(case.name, task.variant), f"phases of {task.variant}: {what}", begin)
+
+    def _keep_phases(self, case: Case, task: Task, result: PhasesResult) -> None:
+        """The trace, then the record that names it: neither is kept without the other."""
+        if result.trace.content is None:
+            self._append(**_phases_record(case, task, result))
+            return
+        machine = self._context.results / self._context.machine
+        variant = f"{case.name}-{case.device_type}-{task.variant}"
+        trace = TraceFile(machine, self._context.commit, self._run, variant)
+        trace.write(result.trace.content)
+        try:
+            self._append(**_phases_record(case, task, result, trace.name))
+        except BaseException:
+            trace.withdraw()
+            raise
+        trace.replace_earlier()
 
     def _round(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort, number: int) -> tuple[Task, ...]:
         """One round; the variants left for the next. Without a variant that kills the process, it is tried again."""
@@ -351,8 +398,39 @@ def _profile_record(case: Case, task: Task, result: ProfileResult) -> dict[str, 
         "peak_allocated_bytes": result.peak.allocated_bytes,
         "peak_reserved_bytes": result.peak.reserved_bytes,
         "peak_rss_bytes": result.peak.rss_bytes,
+        "inactive_split_bytes": result.peak.inactive_split_bytes,
+        **_memory_fields(result.memory_timeline),
         "losses": [list(entry) for entry in result.losses],
         "kitsune": None if result.status is None else dict(result.status),
+    }
+
+
+def _memory_fields(timeline: MemoryTimeline | str) -> dict[str, object]:
+    if isinstance(timeline, str):
+        return {"memory_timeline": None, "memory_timeline_missing": timeline}
+    return {"memory_timeline": {"step_us": timeline.step_us, "points": [list(point) for point in timeline.points]}}
+
+
+def _phases_record(case: Case, task: Task, result: PhasesResult | str, trace: str | None = None) -> dict[str, object]:
+    """What became of profiling a variant: its phases, with the name of their trace, or why there are none."""
+    fields: dict[str, object] = {
+        "kind": "phases",
+        **_case_fields(case),
+        "variant": task.variant,
+        "precision": variants.get(task.variant).precision,
+    }
+    if isinstance(result, str):
+        clock = "device" if case.device_type == "cuda" else "wall"
+        return {**fields, "clock": clock, "phases_s": {}, "failure": result}
+    gap = result.times.host_gap_s
+    return {
+        **fields,
+        "clock": result.times.clock,
+        "phases_s": {phase: list(times) for phase, times in result.times.phases_s.items()},
+        "host_gap_s": None if gap is None else list(gap),
+        "trace": trace,
+        "trace_steps": result.trace.num_steps,
+        "trace_missing": result.trace.missing,
     }
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from urllib.parse import quote
+
 from harness import formats
 from harness.breakdown import StageTime
 from harness.fusions import Parts, StepFusions
 from harness.names import label, precision_of
+from harness.phases import PHASES
 from harness.rows import Comparison
 from harness.selection import Case
 from harness.stats import Estimate
+from harness.step_phases import NoPhases, StepPhases
 from harness.tables import Cell, Column, Subject, Table, variant_tone, verdict_cell
 from harness.timelines import NoTimeline, Timeline
 
@@ -107,6 +113,85 @@ def plan_table(comparison: Comparison) -> Table:
         tuple(_plan_cells(entry) for entry in comparison.timelines),
         tuple(Subject(entry.case, entry.variant) for entry in comparison.timelines),
     )
+
+
+def phase_table(comparison: Comparison, beside: Path | None = None) -> Table:
+    """Every variant whose phases were to be told apart: how long each takes, or why that is not known.
+
+    Args:
+        beside: the folder of the page that links to the traces; None for a page of no known place, without links.
+    """
+    shown = [phase for phase in PHASES if any(phase in entry.seconds for entry in _divided(comparison))]
+    columns = (
+        *_CASE_COLUMNS,
+        Column("variant", "what was measured"),
+        Column("step", "the profiled step; profiling makes the host slower", numeric=True),
+        *(Column(phase, _PHASE_MEANINGS[phase], numeric=True) for phase in shown),
+        Column("host gap", "the device is idle, because the host has not launched its next work yet", numeric=True),
+        Column("trace", "the last steps, for chrome://tracing and ui.perfetto.dev"),
+        Column("remark", "what to know of it"),
+    )
+    return Table(
+        columns,
+        tuple(_phase_cells(entry, shown, beside) for entry in comparison.phases),
+        tuple(Subject(entry.case, entry.variant) for entry in comparison.phases),
+    )
+
+
+_PHASE_MEANINGS = {
+    "data": "taking the next batch, which lies on the device already",
+    "forward": "the model and its loss",
+    "backward": "the gradients",
+    "optimizer": "zero_grad and step",
+    "whole step": "of a step that runs as one thing: its parts cannot be told apart",
+    "other": "the loop itself",
+}
+
+
+def _divided(comparison: Comparison) -> list[StepPhases]:
+    return [entry for entry in comparison.phases if isinstance(entry, StepPhases)]
+
+
+def _phase_cells(entry: StepPhases | NoPhases, shown: list[str], beside: Path | None) -> tuple[Cell, ...]:
+    begin = (
+        *_case_cells(entry.case, precision_of(entry.variant)),
+        Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
+    )
+    if isinstance(entry, NoPhases):
+        absent = [Cell(formats.ABSENT)] * (len(shown) + 3)
+        return (*begin, *absent, Cell(f"failed: {formats.one_line(entry.reason)}"))
+    gap = entry.host_gap_s
+    return (
+        *begin,
+        Cell(formats.seconds(entry.total_s), entry.total_s),
+        *(_part(entry.seconds.get(phase), entry.total_s) for phase in shown),
+        _part(gap, entry.total_s),
+        _trace_cell(entry, beside),
+        Cell(_phase_remark(entry)),
+    )
+
+
+def _part(seconds: float | None, total: float) -> Cell:
+    if seconds is None:
+        return Cell(formats.ABSENT)
+    return Cell(formats.seconds(seconds), seconds, detail=f"{seconds / total:.0%}" if total else None)
+
+
+def _trace_cell(entry: StepPhases, beside: Path | None) -> Cell:
+    if entry.trace is None:
+        return Cell(formats.ABSENT)
+    link = None if beside is None else quote(os.path.relpath(entry.trace, beside))
+    below_machine = "/".join(entry.trace.parts[-3:])
+    return Cell(below_machine, words=None if link is None else "open", link=link)
+
+
+def _phase_remark(entry: StepPhases) -> str:
+    told = [
+        "one phase: the step runs as one thing" if entry.is_whole else None,
+        "the host's time" if entry.host_gap_s is None else None,
+        None if entry.trace_missing is None else f"no trace: {formats.one_line(entry.trace_missing)}",
+    ]
+    return "; ".join(part for part in told if part)
 
 
 def _plan_cells(entry: Timeline | NoTimeline) -> tuple[Cell, ...]:

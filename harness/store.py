@@ -1,4 +1,4 @@
-"""The only reader and writer of ``results/``.
+"""The only reader and writer of ``results/``, but for the traces there (:mod:`harness.traces`).
 
 ``results/<machine>/<full commit hash>.samples.jsonl`` holds one JSON object a line (see :mod:`harness.records`),
 beside the files asv keeps there itself. A file is replaced as a whole or left as it was, writers wait for one another,
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from harness import records
 from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
-from harness.records import SCHEMA, Blocks, Profile, Record, RecordError, Round, Run, Skip, parse_record
+from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
 from harness.whole_files import write_whole
 
@@ -35,6 +35,7 @@ __all__ = [
     "Blocks",
     "Damage",
     "History",
+    "Phases",
     "Profile",
     "ResultsError",
     "Round",
@@ -73,6 +74,7 @@ class _Measured:
     runs: tuple[Run, ...]
     rounds: tuple[Round, ...]
     profiles: tuple[Profile, ...]
+    phases: tuple[Phases, ...]
     skips: tuple[Skip, ...]
 
     def of_models(self, models: frozenset[str]) -> _Measured:
@@ -80,11 +82,12 @@ class _Measured:
             self.runs,
             tuple(entry for entry in self.rounds if entry.model in models),
             tuple(entry for entry in self.profiles if entry.model in models),
+            tuple(entry for entry in self.phases if entry.model in models),
             tuple(entry for entry in self.skips if entry.model in models),
         )
 
 
-_NOTHING = _Measured((), (), (), ())
+_NOTHING = _Measured((), (), (), (), ())
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,10 @@ class History:
     def profiles(self, commit: str) -> tuple[Profile, ...]:
         """The profiles of all runs on a commit, as written."""
         return self._part(commit).profiles
+
+    def phases(self, commit: str) -> tuple[Phases, ...]:
+        """The phases told apart by all runs on a commit, as written."""
+        return self._part(commit).phases
 
     def skips(self, commit: str) -> tuple[Skip, ...]:
         """The skipped and failed variants of all runs on a commit, as written."""
@@ -434,6 +441,7 @@ def _measured(path: Path, numbered: Sequence[tuple[int, Record]], damage: list[D
         tuple(runs),
         tuple(record for record in kept if isinstance(record, Round)),
         tuple(record for record in kept if isinstance(record, Profile)),
+        tuple(record for record in kept if isinstance(record, Phases)),
         tuple(record for record in kept if isinstance(record, Skip)),
     )
 

@@ -9,7 +9,7 @@ from enum import Enum
 from harness import formats
 from harness.metrics import samples_of, word
 from harness.names import is_diagnostic, is_kitsune, label
-from harness.rows import SHOWN_POINTS, Comparison, Contrast, EnvironmentChange, Parity, Row
+from harness.rows import SHOWN_POINTS, Commit, Comparison, Contrast, EnvironmentChange, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.variants import VARIANTS
@@ -35,7 +35,8 @@ class Medium(Enum):
 @dataclass(frozen=True)
 class Cell:
     """A cell. ``key`` is what to sort by where the text does not do; ``detail`` is a second line if there is room;
-    ``words`` stand in for a text that is an identifier, where readers rather want words.
+    ``words`` stand in for a text that is an identifier, where readers rather want words. ``link`` is an address that a
+    page leads to from it: of http or https, or a path relative to the page.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Cell:
     tone: Tone = Tone.PLAIN
     detail: str | None = None
     words: str | None = None
+    link: str | None = None
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def commit_table(comparison: Comparison) -> Table:
     changed = {entry.commit.sha: _environment_words(entry) for entry in comparison.environment_changes}
     rows = [
         (
-            Cell(commit.short),
+            _commit_cell(commit),
             Cell(commit.subject or formats.ABSENT),
             Cell(commit.date or formats.ABSENT),
             Cell(f"{commit.measured:%Y-%m-%d %H:%M}"),
@@ -336,9 +338,9 @@ def level_table(comparison: Comparison) -> Table:
             Cell(series.variant, words=label(series.variant)),
             Cell(formats.percent_change(change.ratio), change.ratio),
             Cell("slower", tone=Tone.BAD) if change.is_worse else Cell("faster", tone=Tone.GOOD),
-            Cell(change.first.short, position[change.first.sha], detail=change.first.subject),
-            Cell(change.before.short, position[change.before.sha]),
-            Cell(change.latest.short, position[change.latest.sha]),
+            _commit_cell(change.first, position[change.first.sha], detail=change.first.subject),
+            _commit_cell(change.before, position[change.before.sha]),
+            _commit_cell(change.latest, position[change.latest.sha]),
             Cell(str(change.missing), change.missing),
         )
         for series, change in found
@@ -355,8 +357,8 @@ def environment_table(comparison: Comparison) -> Table:
     )
     rows = [
         (
-            Cell(entry.commit.short, detail=entry.commit.subject),
-            Cell(entry.before.short),
+            _commit_cell(entry.commit, detail=entry.commit.subject),
+            _commit_cell(entry.before),
             Cell(_environment_words(entry)),
         )
         for entry in comparison.environment_changes
@@ -464,6 +466,10 @@ _PARITY_TONES = {None: Tone.PLAIN, Parity.AGREES: Tone.PLAIN, Parity.DIFFERS: To
 
 def _case_cells(case: Case) -> tuple[Cell, Cell, Cell]:
     return Cell(case.model), Cell(str(case.batch), case.batch), Cell(case.device)
+
+
+def _commit_cell(commit: Commit, key: float | None = None, detail: str | None = None) -> Cell:
+    return Cell(commit.short, key, detail=detail, link=commit.url)
 
 
 def _case_names(cases: Sequence[Case], comparison: Comparison) -> str:

@@ -17,6 +17,8 @@ NAME = "kitsune_harness"
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {"harness": Path(), "models": Path("models")}
 """The packages, and where in the new one they lie."""
+LEFT_OUT = {"distribution", "simulation", "__pycache__"}
+"""Folders that concern this checkout alone: ``simulation`` makes a table of its documentation."""
 
 _FROM = re.compile(r"^(\s*)from (harness|models)(?=[. ])", re.MULTILINE)
 _IMPORT = re.compile(r"^(\s*)import (harness|models)$", re.MULTILINE)
@@ -35,7 +37,7 @@ def files() -> dict[Path, Path]:
         below / path.relative_to(ROOT / package): path
         for package, below in SOURCES.items()
         for path in sorted((ROOT / package).rglob("*"))
-        if path.is_file() and not {"distribution", "__pycache__"} & set(path.relative_to(ROOT / package).parts)
+        if path.is_file() and not LEFT_OUT & set(path.relative_to(ROOT / package).parts)
     }
 
 

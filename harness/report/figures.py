@@ -15,6 +15,7 @@ from harness.selection import Case
 from harness.stats import Estimate
 
 _SHARE_FOR_TEXT = 0.44
+_SHARE_FOR_DEVICE_MEMORY = 0.54
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
 
 _MOST_COMMITS, _MOST_COMMITS_IF_NARROW = 6, 3
@@ -77,7 +78,9 @@ def memory(comparison: Comparison) -> list[Figure]:
         if on_device:
             reserved = _bars(on_device, lambda row: row.reserved_bytes, _device_memory, faint=True)
             allocated = _bars(on_device, lambda row: row.allocated_bytes, None)
-            figures.append(_bar_chart(f"memory-{index}", case, on_device, [reserved, allocated]))
+            figures.append(
+                _bar_chart(f"memory-{index}", case, on_device, [reserved, allocated], _SHARE_FOR_DEVICE_MEMORY)
+            )
         elif resident:
             bars = _bars(resident, lambda row: row.rss_bytes, lambda row: formats.size(row.rss_bytes))
             figures.append(_bar_chart(f"memory-{index}", case, resident, [bars]))
@@ -174,11 +177,13 @@ def _mark(row: Row, speedup: Estimate) -> Spec:
     }  # fmt: skip
 
 
-def _bar_chart(name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec]) -> Figure:
+def _bar_chart(
+    name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec], share_for_text: float = _SHARE_FOR_TEXT
+) -> Figure:
     variants = [row.variant for row in rows]
     bare: Spec = {"showticklabels": False, "showgrid": False, "zeroline": False, "fixedrange": True}
     layout = style.layout(
-        xaxis=bare | {"rangemode": "tozero", "domain": [0, 1 - _SHARE_FOR_TEXT]},
+        xaxis=bare | {"rangemode": "tozero", "domain": [0, 1 - share_for_text]},
         yaxis=style.variant_axis(variants) | {"showgrid": False},
         shapes=style.lines_between_precisions(variants),
     )
@@ -207,7 +212,9 @@ def _bars(
 
 
 def _device_memory(row: Row) -> str:
-    return f"{formats.size(row.allocated_bytes)} ({formats.size(row.reserved_bytes)})"
+    unused = row.fragmentation_bytes
+    share = "" if unused is None or not row.reserved_bytes else f", {unused / row.reserved_bytes:.0%} unused"
+    return f"{formats.size(row.allocated_bytes)} ({formats.size(row.reserved_bytes)}{share})"
 
 
 def _setup_and_break_even(row: Row) -> str:

@@ -17,15 +17,15 @@ def header(comparison: Comparison, sections: Sequence[tuple[str, str]]) -> str:
     Args:
         sections: their identifiers, each with the text of its link.
     """
-    facts = {"Machine": f"{comparison.machine}: {formats.machine(comparison.facts)}"}
-    facts["Commit"] = formats.commit(comparison.head)
+    facts = {"Machine": escape(f"{comparison.machine}: {formats.machine(comparison.facts)}")}
+    facts["Commit"] = markup.commit(comparison.head)
     if comparison.base is not None:
         earlier = comparison.base == comparison.head
-        facts["Against"] = "earlier runs of the same commit" if earlier else formats.commit(comparison.base)
+        facts["Against"] = "earlier runs of the same commit" if earlier else markup.commit(comparison.base)
     facts["Measured"] = f"{comparison.head.measured:%Y-%m-%d %H:%M} UTC"
     tone = "bad" if comparison.regressions else "good"
     links = "".join(f'<a href="#{anchor}">{escape(text)}</a>' for anchor, text in sections)
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in facts.items())
     return "\n".join(
         (
             "<h1>Kitsune benchmarks</h1>",

@@ -24,6 +24,14 @@ def history_tables(comparison: Comparison) -> str:
     )
 
 
+def _cells(texts: Sequence[str]) -> str:
+    return "".join(f"<td>{text}" for text in texts)
+
+
+def _named(commit: Commit) -> str:
+    return commit.short if commit.url is None else markup.linked(commit.short, commit.url)
+
+
 def _table(members: Sequence[Series], commits: Sequence[Commit]) -> str:
     values = [
         {point.commit.sha: formats.ratio_with_interval(point.ratio.inverted()) for point in series.recent}
@@ -31,7 +39,7 @@ def _table(members: Sequence[Series], commits: Sequence[Commit]) -> str:
     ]
     headings = "".join(f"<th scope=col>{escape(f'{label(entry.variant)}, {entry.precision}')}" for entry in members)
     rows = "".join(
-        f"<tr><th scope=row>{commit.short}{''.join(f'<td>{entry.get(commit.sha, formats.ABSENT)}' for entry in values)}"
+        f"<tr><th scope=row>{_named(commit)}{_cells([entry.get(commit.sha, formats.ABSENT) for entry in values])}"
         for commit in reversed(commits)
         if any(commit.sha in entry for entry in values)
     )

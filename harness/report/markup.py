@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from html import escape
 from urllib.parse import quote
 
+from harness import formats
+from harness.rows import Commit
 from harness.selection import Case
 from harness.tables import Cell, Column, Medium, Subject, Table
+
+_HARMLESS = re.compile(r"https?://[!-~]+|[A-Za-z0-9._~%/-]+")
 
 Commands = Mapping[tuple[Case, str], str]
 """For variants of cases the command that measures them again."""
@@ -51,6 +56,21 @@ def identifier(anchor: str, subject: Subject) -> str:
     return "-".join([anchor, *(quote(part, safe="") for part in (case.name, case.device, subject.variant))])
 
 
+def linked(text: str, address: str) -> str:
+    """A link to an address of http or https or a path, encoded; anything else, such as a script, is no link."""
+    if not _HARMLESS.fullmatch(address):
+        return escape(text)
+    return f'<a href="{escape(address)}" rel="noopener noreferrer">{escape(text)}</a>'
+
+
+def commit(entry: Commit) -> str:
+    """A commit as text writes it, its hash leading to its page where it has one."""
+    text = formats.commit(entry)
+    if entry.url is None:
+        return escape(text)
+    return linked(entry.short, entry.url) + escape(text.removeprefix(entry.short))
+
+
 def command(text: str) -> str:
     """A command to copy: by hand, or by the button that scripts add."""
     return f'<code class="command">{escape(text)}</code>'
@@ -83,4 +103,5 @@ def _cell(cell: Cell, column: Column) -> str:
     key = "" if cell.key is None else f' data-key="{cell.key:.9g}"'
     detail = "" if cell.detail is None else f"<small>{escape(cell.detail)}</small>"
     title = "" if cell.words is None else f' title="{escape(cell.text)}"'
-    return f'<td class="{classes}"{key}{title}><span>{escape(cell.words or cell.text)}</span>{detail}</td>'
+    shown = escape(cell.words or cell.text) if cell.link is None else linked(cell.words or cell.text, cell.link)
+    return f'<td class="{classes}"{key}{title}><span>{shown}</span>{detail}</td>'

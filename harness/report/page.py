@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import step_tables, tables
+from harness import memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
-from harness.report import figures, markup, sample_figures, step_figures, style
+from harness.report import figures, markup, memory_figures, sample_figures, step_figures, style
 from harness.report.downloads import downloads
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
@@ -42,8 +42,11 @@ class _Section:
         return self.link.lower().replace(" ", "-")
 
 
-def html_page(comparison: Comparison) -> str:
+def html_page(comparison: Comparison, beside: Path | None = None) -> str:
     """The whole report, Plotly's script included.
+
+    Args:
+        beside: the folder that it will lie in, from which it links to traces; None leaves it without such links.
 
     Raises:
         ReportError: Plotly is not installed.
@@ -51,8 +54,10 @@ def html_page(comparison: Comparison) -> str:
     charts: dict[str, Sequence[Figure]] = {
         "speedup": figures.speedups(comparison),
         "memory": figures.memory(comparison),
+        "allocation": memory_figures.timelines(comparison),
         "setup": figures.setups(comparison),
         "contribution": step_figures.contributions(comparison),
+        "phases": step_figures.phases(comparison),
         "batches": step_figures.stream_gains(comparison),
         "streams": step_figures.timelines(comparison),
         "history": figures.history(comparison),
@@ -60,7 +65,7 @@ def html_page(comparison: Comparison) -> str:
         "drift": sample_figures.drifts(comparison),
         "loss": figures.losses(comparison),
     }
-    sections = [section for section in _sections(comparison, charts) if section.body]
+    sections = [section for section in _sections(comparison, charts, beside) if section.body]
     return Template(_asset("page.html")).substitute(
         title=escape(f"Kitsune benchmarks: {comparison.machine}, {comparison.head.short}"),
         style=_asset("page.css"),
@@ -73,7 +78,7 @@ def html_page(comparison: Comparison) -> str:
     )
 
 
-def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) -> list[_Section]:
+def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], beside: Path | None) -> list[_Section]:
     """All sections in order; those without a body have nothing to say and are left out."""
     commands = comparison.commands()
     return [
@@ -109,9 +114,10 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
         _Section(
             "Memory",
             "Peak memory",
-            "Bytes allocated to tensors and, in brackets and paler, reserved by PyTorch's allocator; on a CPU,"
-            " resident memory of the process.",
-            _charts(charts["memory"]),
+            "Bytes allocated to tensors and, in brackets and paler, reserved by PyTorch's allocator, with the share of"
+            " these that no tensor uses (fragmentation); on a CPU, resident memory of the process. Below, the bytes"
+            " allocated over one steady step, by the time at which the host asks for them.",
+            _memory(comparison, charts["memory"], charts["allocation"]),
         ),
         _Section(
             "Set-up",
@@ -128,6 +134,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]]) ->
             " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
             " that it may differ from the ratio of the bars.",
             _explained(charts["contribution"], markup.table(step_tables.contribution_table(comparison))),
+        ),
+        _Section(
+            "Phases",
+            "Phases of a step",
+            "What the time of a step goes to, by torch.profiler, in a process of its own. On a GPU it is the device's"
+            " time of the work that each phase launched and, hatched, the host gap: the device is idle because its next"
+            " work was not launched yet. On a CPU it is the host's time. A step that runs as one thing is one phase."
+            " Profiling makes the host slower: shares tell more than times, and gaps are wider than without it.",
+            _phases(comparison, charts["phases"], beside),
         ),
         _Section(
             "Fusion",
@@ -239,6 +254,29 @@ def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
         f"{_explained(drawn, history_tables(comparison))}{listed}"
         f"<details><summary>The measured commits</summary>{commits}</details>"
     )
+
+
+def _memory(comparison: Comparison, peaks: Sequence[Figure], steps: Sequence[Figure]) -> str:
+    """The peaks, the steps, the numbers, and of what there is no timeline and why."""
+    if not peaks:
+        return ""
+    timelines = f'<div class="charts">{"".join(map(_card, steps))}</div>' if steps else ""
+    notices = "".join(map(_without_timeline, memory_tables.missing_timelines(comparison)))
+    table = markup.table(memory_tables.memory_table(comparison))
+    numbers = f"<details><summary>The numbers behind these charts</summary>{table}</details>"
+    return f"{_charts(peaks)}{timelines}{notices}{numbers}"
+
+
+def _without_timeline(missing: memory_tables.Missing) -> str:
+    models = dict.fromkeys(case.model for case in missing.cases)
+    return f'<p class="notice"{markup.models(*models)}>{escape(memory_tables.sentence(missing))}</p>'
+
+
+def _phases(comparison: Comparison, drawn: Sequence[Figure], beside: Path | None) -> str:
+    """Empty where nobody asked for phases."""
+    if not comparison.phases:
+        return ""
+    return f"{_charts(drawn)}{markup.table(step_tables.phase_table(comparison, beside))}"
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:

@@ -32,7 +32,7 @@ def _card(entry: Regression) -> str:
     title = f"{style.case_name(entry.case)}: {label(entry.variant)}, {entry.precision}"
     return (
         f'<li id="{escape(place)}"{markup.models(entry.case.model)}><h3>{escape(title)}</h3>{_contrast(entry)}'
-        f"<p>{escape(_since(entry))}</p>{markup.command(entry.command)}</li>"
+        f"<p>{_since(entry)}</p>{markup.command(entry.command)}</li>"
     )
 
 
@@ -55,7 +55,7 @@ def _contrast(entry: Regression) -> str:
 
 def _since(entry: Regression) -> str:
     begin = "after" if entry.is_level else "against"
-    return f"{formats.commit(entry.after)}, {begin} {formats.commit(entry.before)}"
+    return f"{markup.commit(entry.after)}, {begin} {markup.commit(entry.before)}"
 
 
 def _drawing(ratio: Estimate, limit: float) -> str:

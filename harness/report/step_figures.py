@@ -1,5 +1,5 @@
-"""The charts of what happens within a step: what each optimization and several streams contribute, and what runs when
-on which stream.
+"""The charts of what happens within a step: what each optimization and several streams contribute, its phases, and
+what runs when on which stream.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from dataclasses import replace
 
 from harness import formats
 from harness.breakdown import Breakdown, Stage, StageTime
-from harness.names import is_product, label, order, precision_of
+from harness.names import is_diagnostic, is_product, label, order, precision_of
 from harness.operators import Kind
+from harness.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, WHOLE
 from harness.report import style
 from harness.report.figures import Figure
 from harness.report.style import Spec
 from harness.rows import Comparison
 from harness.selection import Case
+from harness.step_phases import StepPhases
 from harness.stream_gains import StreamGain, largest_gain
 from harness.timelines import Bar, Timeline
 
@@ -31,6 +33,18 @@ _COLOURS = {
     Kind.OTHER: "#7d838c",
 }
 _PALE = 0.5
+
+_HOST_GAP = "host gap"
+_PHASE_COLOURS = {
+    DATA: "#009988",
+    FORWARD: "#0055a4",
+    BACKWARD: "#e0a100",
+    OPTIMIZER: "#aa3377",
+    WHOLE: "#4a9fd8",
+    OTHER: "#7d838c",
+}
+_SHARE_FOR_TOTAL = 0.3
+"""How much of a chart of phases is kept for what is written at the bars' ends."""
 
 _PRECISION_MARKS = {"fp32": ("#0055a4", "circle"), "amp": ("#d9540b", "diamond")}
 """Colour and symbol of a precision, where one variant is shown in several."""
@@ -63,6 +77,15 @@ def stream_gains(comparison: Comparison) -> list[Figure]:
     return [
         _stream_gains(f"batches-{index}", subject, gains, comparison.margin)
         for index, (subject, gains) in enumerate(models.items())
+    ]
+
+
+def phases(comparison: Comparison) -> list[Figure]:
+    """For each case a bar for each variant whose phases were told apart: one phase after the other, then the gap."""
+    known = [entry for entry in comparison.phases if isinstance(entry, StepPhases) and not is_diagnostic(entry.variant)]
+    return [
+        _phases(f"phases-{index}", case, [entry for entry in known if entry.case == case])
+        for index, case in enumerate(dict.fromkeys(entry.case for entry in known))
     ]
 
 
@@ -170,6 +193,63 @@ def _gained(gain: StreamGain) -> str:
     if gain.num_streams is not None and gain.strategy is not None:
         lines.append(f"{formats.counted(gain.num_streams, 'stream')}, {style.shown(formats.one_line(gain.strategy))}")
     return "<br>".join(lines)
+
+
+def _phases(name: str, case: Case, entries: Sequence[StepPhases]) -> Figure:
+    variants = [entry.variant for entry in entries]
+    bare: Spec = {"showticklabels": False, "showgrid": False, "zeroline": False, "fixedrange": True}
+    layout = style.layout(
+        xaxis=bare | {"rangemode": "tozero", "domain": [0, 1 - _SHARE_FOR_TOTAL]},
+        yaxis=style.variant_axis(variants) | {"showgrid": False},
+        shapes=style.lines_between_precisions(variants),
+        legend=True,
+    )
+    present = [phase for phase in PHASES if any(phase in entry.seconds for entry in entries)]
+    traces = [_phase_bars(phase, _PHASE_COLOURS[phase], entries) for phase in present]
+    if any(entry.host_gap_s is not None for entry in entries):
+        gap = _phase_bars(_HOST_GAP, style.HOVER_LINE, entries)
+        gap["marker"] = {"color": style.HOVER_LINE, "pattern": {"shape": "/", "size": 6, "fgcolor": style.INK}}
+        traces.append(gap)
+    traces.append(_phase_totals(entries))
+    layout |= {"barmode": "stack", "height": 80 + 25 * len(variants)}
+    layout["legend"] = {
+        "orientation": "h", "yref": "container", "y": 1, "yanchor": "top", "x": 0, "font": {"size": 11},
+        "traceorder": "normal",
+    }  # fmt: skip
+    layout["margin"] = {"l": 8, "r": 8, "t": 44, "b": 8}
+    names = style.names_above_rows([style.variant_name(variant) for variant in variants])
+    narrow = names | {"height": 110 + 40 * len(variants), "margin.t": 72}
+    return Figure(name, case, traces, layout, {"offset": 0.06, "width": 0.4}, narrow)
+
+
+def _phase_bars(phase: str, colour: str, entries: Sequence[StepPhases]) -> Spec:
+    times = [entry.host_gap_s if phase == _HOST_GAP else entry.seconds.get(phase) for entry in entries]
+    return {
+        "type": "bar", "orientation": "h", "name": phase, "x": [seconds or 0 for seconds in times],
+        "y": [style.variant_name(entry.variant) for entry in entries], "width": 0.66, "marker": {"color": colour},
+        "hoverinfo": "text",
+        "hovertext": [_phase_hover(phase, seconds, entry) for seconds, entry in zip(times, entries, strict=True)],
+    }  # fmt: skip
+
+
+def _phase_hover(phase: str, seconds: float | None, entry: StepPhases) -> str:
+    share = "" if not seconds else f", {seconds / entry.total_s:.0%} of the step"
+    return f"<b>{style.variant_name(entry.variant)}</b><br>{phase}: {formats.seconds(seconds or 0.0)}{share}"
+
+
+def _phase_totals(entries: Sequence[StepPhases]) -> Spec:
+    """Bars without length behind the others, for what is written at their ends."""
+    texts = []
+    for entry in entries:
+        gap = entry.host_gap_s
+        told = "" if gap is None or not entry.total_s else f", {gap / entry.total_s:.0%} gap"
+        texts.append(f"{formats.seconds(entry.total_s)}{told}")
+    return {
+        "type": "bar", "orientation": "h", "x": [0] * len(entries), "width": 0.66, "hoverinfo": "skip",
+        "y": [style.variant_name(entry.variant) for entry in entries], "showlegend": False,
+        "text": texts, "textposition": "outside", "textangle": 0, "cliponaxis": False,
+        "textfont": {"size": 11, "color": style.INK},
+    }  # fmt: skip
 
 
 def _timeline(name: str, timeline: Timeline) -> Figure:

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 import models
 from harness import context, workloads
+from harness.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, WHOLE
 from harness.variants.catalogue import Precision, Variant
 
 _NUM_BATCHES = 8
 _SEED = 0
+
+Mark = Callable[[str], AbstractContextManager[object]]
+"""Makes the range of a phase, to be entered around it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,18 @@ class Training(ABC):
     @abstractmethod
     def _run(self, steps: int) -> Tensor: ...
 
+    def run_in_phases(self, mark: Mark) -> Tensor:
+        """Trains for one step as :meth:`run` does, each of its phases within a range; its loss.
+
+        A step that runs as one thing, captured or in one call, is one phase: its parts cannot be told apart.
+        """
+        with _matmul_precision(self._ingredients.precision):
+            return self._run_in_phases(mark)
+
+    def _run_in_phases(self, mark: Mark) -> Tensor:
+        with mark(WHOLE):
+            return self._run(1)
+
     @property
     def settled(self) -> bool:
         """Whether the steps taken so far have brought it into the state in which all later steps run."""
@@ -131,6 +147,22 @@ class LoopTraining(Training):
             loss.backward()
             optimizer.step()
         self._steps_to_settle -= steps
+        return loss.detach()
+
+    def _run_in_phases(self, mark: Mark) -> Tensor:
+        """The same loop. The optimizer's phase is ``zero_grad`` and ``step``; the loss is part of the forward one."""
+        model, loss_fn, optimizer = self._model, self._ingredients.loss_fn, self._optimizer
+        with mark(DATA):
+            ((x, y),) = self._take(1)
+        with mark(OPTIMIZER):
+            optimizer.zero_grad()
+        with mark(FORWARD), self._ingredients.autocast():
+            loss = loss_fn(model(x), y)
+        with mark(BACKWARD):
+            loss.backward()
+        with mark(OPTIMIZER):
+            optimizer.step()
+        self._steps_to_settle -= 1
         return loss.detach()
 
 

@@ -87,11 +87,13 @@ def test_unusable_limits_are_named(name: str, value: str) -> None:
 def test_what_is_measured_can_be_narrowed_down() -> None:
     variables = {
         "HARNESS_HEAD": "b" * 40, "HARNESS_CASES": "mlp-b64 lenet-b64", "HARNESS_VARIANTS": "eager_fp32",
-        "HARNESS_RESUME": "1", "HARNESS_RESULTS": "/elsewhere",
+        "HARNESS_RESUME": "1", "HARNESS_PHASES": "1", "HARNESS_RESULTS": "/elsewhere",
     }  # fmt: skip
     found = context.from_environment({**ASV, **variables})
     assert found.selection == profiles.Selection(("mlp-b64", "lenet-b64"), ("eager_fp32",))
     assert found.resume
+    assert found.phases
+    assert not context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40}).phases
     assert found.results == Path("/elsewhere")
     assert [case.name for case in found.cases("cpu")] == ["mlp-b64", "lenet-b64"]
 

@@ -131,7 +131,7 @@ class Outside:
         return {
             step["name"]: self.run(step["run"], **given)
             for step in job["steps"]
-            if "run" in step and step["name"] != "Install"
+            if "run" in step and step["name"] not in ("Check the settings", "Install")
         }
 
     @property
@@ -155,6 +155,14 @@ def test_the_wheel_installs_one_name_and_imports_neither_harness_nor_models(whee
     assert "kitsune_harness/report/page.html" in wheel.namelist()
     for name, source in sources.items():
         assert not imported_packages(source) & {"harness", "models", "tests"}, name
+
+
+def test_what_serves_the_project_s_own_documents_is_not_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+    folders = {name.split("/")[1] for name in wheel.namelist() if name.count("/") > 1}
+    assert {"benchmarks", "models", "report", "selftest", "variants"} <= folders
+    assert not folders & {"simulation", "distribution"}
+    sources = [wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")]
+    assert not any("kitsune_harness.simulation" in source or "harness.simulation" in source for source in sources)
 
 
 def test_the_wheel_offers_the_fixture_and_names_what_it_needs(wheel: zipfile.ZipFile) -> None:
@@ -209,6 +217,69 @@ def test_the_workflow_asks_for_no_more_than_it_needs() -> None:
     (install,) = (step["run"] for step in job["steps"] if step.get("name") == "Install")
     assert "#subdirectory=harness/distribution" in install
     assert (ROOT / "harness" / "distribution" / "pyproject.toml").exists()
+
+
+class Settings:
+    """The first step of the workflow, run by itself with a value of its variable, and what the next step then sees."""
+
+    def __init__(self, folder: Path, value: str) -> None:
+        (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+        first = job["steps"][0]
+        assert first["name"] == "Check the settings"
+        exported = folder / "exported"
+        exported.touch()
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", first["run"]],
+            env={"PATH": os.environ["PATH"], "GITHUB_ENV": str(exported), "KITSUNE_URL": value},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        self.code, self.out, self.exported = done.returncode, done.stdout, exported.read_text()
+
+
+def test_the_workflow_takes_kitsune_from_one_variable_and_nothing_is_left_to_replace() -> None:
+    text = WORKFLOW.read_text()
+    (job,) = yaml.safe_load(text)["jobs"].values()
+    assert job["env"]["KITSUNE_URL"] == "${{ vars.KITSUNE_URL }}"
+    assert "KITSUNE" not in job["env"]
+    assert "OWNER" not in text
+    assert "REVISION" not in text
+    assert "KITSUNE_URL" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "address", ["https://github.com/someone/kitsune", "https://git.example/a/b/kitsune.git@v0.1.0"]
+)
+def test_the_variable_becomes_what_pip_installs(tmp_path: Path, address: str) -> None:
+    settings = Settings(tmp_path, address)
+    assert (settings.code, settings.out) == (0, "")
+    assert settings.exported == f"KITSUNE=git+{address}\n"
+    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    (install,) = (step["run"] for step in job["steps"] if step.get("name") == "Install")
+    pip = 'python() { printf "%s\\n" "$@"; }\n'
+    variables = {"PATH": os.environ["PATH"], "KITSUNE": f"git+{address}"}
+    command = ["bash", "-eo", "pipefail", "-c", pip + install]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"kitsune-torch @ git+{address}" in done.stdout.splitlines()
+    assert f"kitsune-harness @ git+{address}#subdirectory=harness/distribution" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("", "::error title=KITSUNE_URL is not set::Set the repository's variable KITSUNE_URL to the address of"),
+        ("kitsune", "::error title=KITSUNE_URL is no address::KITSUNE_URL is 'kitsune'; it must begin with https://"),
+        ("git+https://x/y", "KITSUNE_URL is 'git+https://x/y'; it must begin with https://"),
+        ("https://", "KITSUNE_URL is 'https://'; it must begin with https://"),
+    ],
+)
+def test_where_the_variable_is_unset_or_wrong_the_workflow_says_so_first(tmp_path: Path, value: str, told: str) -> None:
+    settings = Settings(tmp_path, value)
+    assert (settings.code, settings.exported) == (1, "")
+    assert told in settings.out
+    assert len(settings.out.splitlines()) == 1, "GitHub reads an annotation from one line"
 
 
 FIXTURE_TEST = """

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from harness import measure, variants
 from harness.measure import ProfileJob, RoundJob, Task
+from harness.memory_timeline import ON_THE_CPU
 from harness.processes import Launcher, Note
 from harness.profiles import Case, Effort
 from harness.timer import BlockTime
@@ -50,6 +51,8 @@ def test_a_profile_has_setup_peak_and_losses(launcher: Launcher, tmp_path: Path)
     assert [step for step, _ in result.losses] == list(range(12))
     assert result.losses[-1][1] < result.losses[0][1]
     assert (result.caches, result.status) == (None, None)
+    assert result.peak.inactive_split_bytes is None
+    assert result.memory_timeline == ON_THE_CPU
 
 
 def test_the_same_variant_trains_the_same_way_twice(launcher: Launcher) -> None:

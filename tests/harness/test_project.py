@@ -53,6 +53,13 @@ def test_what_the_harness_writes_elsewhere_is_invisible_to_git(elsewhere: Path) 
     assert {name: configuration[name] for name in same} == {name: ours[name] for name in same}
 
 
+def test_elsewhere_a_variable_says_where_commits_are_shown(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = project.here()
+    monkeypatch.setenv("HARNESS_COMMIT_URL", "https://example.org/us/project/commit/")
+    found.prepare()
+    assert json.loads(found.configuration.read_text())["show_commit_url"] == "https://example.org/us/project/commit/"
+
+
 def test_outside_of_a_checkout_there_is_nothing_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(project, "_HERE", tmp_path / "harness")
     monkeypatch.chdir(tmp_path)

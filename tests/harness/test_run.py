@@ -93,6 +93,14 @@ def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
     }
 
 
+def test_phases_are_steps_of_their_own_where_they_are_asked_for() -> None:
+    plain, divided = (plan_of("quick", "cpu", phases=asked) for asked in (False, True))
+    assert (plain.variables(Path("p"))["HARNESS_PHASES"], divided.variables(Path("p"))["HARNESS_PHASES"]) == ("", "1")
+    added = [step for step in divided.expected()[COMMIT] if step not in plain.expected()[COMMIT]]
+    names = ("eager", "compile", "kitsune_dropin", "kitsune_trainstep")
+    assert [step.part for step in added if step.case == "mlp-b64"] == [f"phases of {name}_fp32" for name in names]
+
+
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
@@ -253,6 +261,16 @@ def test_failures_are_summed_up_with_the_failing_process_s_own_output(
     assert "      the last line of the process\n" in out
     assert "cannot run here" not in out
     assert "asv.log" in out
+
+
+def test_a_failure_to_tell_phases_apart_is_told_like_any_other(
+    asv: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asv("keep(timed(), sample.failed_phases_record('r', CASE, 'eager_fp32', 'TraceError: nothing was seen'))")
+    assert run.main(["HEAD", "--phases"]) == 1
+    out = capsys.readouterr().out
+    assert "1 failure:" in out
+    assert "mlp-b64 eager_fp32, its phases\n    TraceError: nothing was seen\n" in out
 
 
 def test_failures_of_earlier_runs_are_not_of_this_one(

@@ -89,6 +89,30 @@ def test_what_is_measured_is_not_measured_again(changed: Changed, again: str) ->
     assert history_of(changed.checkout) == changed.measured
 
 
+def test_phases_of_what_is_measured_are_told_apart_on_request(changed: Changed) -> None:
+    (commit,) = changed.measured.commits
+    assert changed.measured.phases(commit) == ()
+    done = changed.run("--resume", "--phases", "--report", "report.html")
+    assert done.returncode == 0, done.stdout
+    assert "phases of eager_fp32: told apart" in done.stdout
+    assert "phases of kitsune_trainstep_fp32: a single one" in done.stdout
+    history = history_of(changed.checkout)
+    assert history.rounds(commit) == changed.measured.rounds(commit), "nothing was timed again"
+    divided = {entry.variant: list(entry.phases_s) for entry in history.phases(commit)}
+    loop = ["data", "forward", "backward", "optimizer", "other"]
+    assert divided == {
+        "eager_fp32": loop, "kitsune_dropin_fp32": loop, "kitsune_trainstep_fp32": ["whole step", "other"],
+    }  # fmt: skip
+    traces = sorted(entry.trace or "" for entry in history.phases(commit))
+    machine = changed.checkout.root / "results" / "test-machine"
+    assert traces == sorted(str(path.relative_to(machine)) for path in machine.rglob("*.json.gz"))
+    page = (changed.checkout.root / "report.html").read_text()
+    assert all(f'href="results/test-machine/{trace}"' in page for trace in traces)
+    shown = changed.checkout.run("-m", "asv", "show", commit[:8])
+    assert shown.returncode == 0, "asv passes traces over"
+    changed.measured = history
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("again")
 def test_asv_keeps_its_results_when_nothing_is_missing(changed: Changed) -> None:

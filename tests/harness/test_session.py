@@ -1,7 +1,7 @@
 """What a run starts, keeps and returns, with processes that only pretend to measure."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,10 +12,13 @@ from harness import profiles, session, variants
 from harness.context import Context, ContextError
 from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult
 from harness.memory import Peak
+from harness.memory_timeline import MemoryTimeline
+from harness.phase_recording import PhasesJob, PhasesResult
+from harness.phases import KeptTrace, PhaseTimes
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
 from harness.session import Measured, Session
-from harness.store import History, Store
+from harness.store import History, ResultsError, Store
 from harness.timer import BlockTime
 
 COMMIT = "c" * 40
@@ -34,6 +37,7 @@ class Pretender(Launcher):
     unavailable: Mapping[str, str] = field(default_factory=dict)
     on_profile: Callable[[ProfileJob], ProfileResult | None] = lambda job: None
     on_round: Callable[[RoundJob], RoundResult | None] = lambda job: None
+    on_phases: Callable[[PhasesJob], PhasesResult | None] = lambda job: None
     jobs: list[object] = field(default_factory=list)
 
     def run(self, function: object, job: object, *, timeout_s: float) -> object:  # type: ignore[override]
@@ -42,12 +46,23 @@ class Pretender(Launcher):
             return self.on_profile(job) or ProfileResult(0.5, None, Peak(None, None, 1000), ((0, 2.0), (2, 1.0)), None)
         if isinstance(job, RoundJob):
             return self.on_round(job) or timed([task.variant for task in job.tasks])
+        if isinstance(job, PhasesJob):
+            return self.on_phases(job) or DIVIDED
         return Probe(self.facts, self.unavailable)
+
+    def divided(self) -> list[tuple[str, str]]:
+        """Cases and variants whose phases were told apart."""
+        return [(job.case.name, job.task.variant) for job in self.jobs if isinstance(job, PhasesJob)]
 
     def rounds(self, case: str) -> list[list[str]]:
         """The variants of each round that was started for a case."""
         jobs = [job for job in self.jobs if isinstance(job, RoundJob) and job.case.name == case]
         return [[task.variant for task in job.tasks] for job in jobs]
+
+
+DIVIDED = PhasesResult(
+    PhaseTimes("wall", {"forward": (0.1, 0.2), "other": (0.0, 0.1)}, None), KeptTrace(b"a trace", 2, None)
+)
 
 
 def timed(names: list[str], failures: Mapping[str, str] | None = None) -> RoundResult:
@@ -212,12 +227,18 @@ def test_progress_is_visible_line_by_line(context: Context, capsys: pytest.Captu
 
 def test_device_memory_is_what_asv_gets_on_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "CASES", (Case("mlp", 4, "cuda", 3, default=True),))
-    result = ProfileResult(0.5, "cold", Peak(10, 20, 1000), ((0, float("nan")),), {"mode": "replay"})
+    timeline = MemoryTimeline(9.5, ((0.0, 8, 20), (3.5, 10, 20)))
+    result = ProfileResult(
+        0.5, "cold", Peak(10, 20, 1000, 3), ((0, float("nan")),), {"mode": "replay"}, memory_timeline=timeline
+    )
     pretender = Pretender(facts={**FACTS, "device_type": "cuda"}, on_profile=lambda job: result)
     measured, history = run(replace(context, at_head=True), pretender)
     entry = measured["mlp-b4", "handcaptured_amp"]
     assert (entry["peak_bytes"], entry["peak_reserved_bytes"]) == ([10], [20])
-    assert history.profiles(COMMIT)[0].losses == ((0, None),)
+    stored = history.profiles(COMMIT)[0]
+    assert stored.losses == ((0, None),)
+    assert (stored.inactive_split_bytes, stored.memory_timeline) == (3, timeline)
+    assert stored.memory_timeline_missing is None
     assert len(history.rounds(COMMIT)[0].blocks) == len(variants.names())
 
 
@@ -451,3 +472,90 @@ def test_a_state_of_the_working_tree_is_marked(context: Context) -> None:
     assert history.is_snapshot(COMMIT)
     assert history.without_snapshots().commits == ()
     assert history.without_snapshots(but=[COMMIT]).commits == (COMMIT,)
+
+
+def traces(context: Context) -> list[Path]:
+    return sorted(path for path in (context.results / "here" / "traces").rglob("*") if path.is_file())
+
+
+def test_phases_are_told_apart_on_request_after_everything_else_of_a_case(context: Context) -> None:
+    pretender = Pretender()
+    run(context, pretender)
+    assert pretender.divided() == []
+    assert not (context.results / "here" / "traces").exists()
+
+    pretender = Pretender()
+    _, history = run(replace(context, phases=True, commit="d" * 40), pretender)
+    variants_of_a_case = [EAGER, DROPIN, TRAINSTEP]
+    assert pretender.divided() == [(case.name, variant) for case in CASES for variant in variants_of_a_case]
+    of_the_first = [job for job in pretender.jobs[1:] if job.case.name == "mlp-b4"]  # type: ignore[attr-defined]
+    assert [type(job) for job in of_the_first] == [ProfileJob] * 3 + [RoundJob] * 3 + [PhasesJob] * 3
+    entry = history.phases("d" * 40)[0]
+    assert (entry.case, entry.variant, entry.clock) == ("mlp-b4", EAGER, "wall")
+    assert entry.phases_s == {"forward": (0.1, 0.2), "other": (0.0, 0.1)}
+    assert (entry.host_gap_s, entry.failure, entry.trace_missing) == (None, None, None)
+    assert entry.trace is not None
+    assert (context.results / "here" / entry.trace).read_bytes() == b"a trace"
+    assert len(traces(context)) == 6
+    assert context.progress is not None
+    begin, *done = [json.loads(line) for line in context.progress.read_text().splitlines() if "d" * 40 in line]
+    assert begin["steps"] == [[event["case"], event["part"]] for event in done]
+
+
+def test_a_resumed_run_tells_apart_what_was_not(context: Context) -> None:
+    def fail(job: PhasesJob) -> None:
+        if job.task.variant == DROPIN:
+            raise ProcessFailed("TraceError: nothing was seen\nTraceback", None)
+
+    run(context, Pretender())
+    failing = Pretender(on_phases=fail)
+    measured, history = resumed(replace(context, phases=True), failing)
+    assert failing.rounds("mlp-b4") == []
+    assert measured["mlp-b4", DROPIN]["status"] == "measured", "its times stand"
+    assert [entry.failure for entry in history.phases(COMMIT) if entry.case == "mlp-b4"] == [
+        None, "TraceError: nothing was seen\nTraceback", None,
+    ]  # fmt: skip
+
+    again = Pretender()
+    resumed(replace(context, phases=True), again)
+    assert again.divided() == [(case.name, DROPIN) for case in CASES]
+
+
+def test_a_trace_replaces_that_of_an_earlier_run_and_one_that_is_too_large_is_not_kept(context: Context) -> None:
+    run(replace(context, phases=True), Pretender())
+    first = traces(context)
+    run(replace(context, phases=True), Pretender())
+    second = traces(context)
+    assert len(first) == len(second) == 6
+    assert not set(first) & set(second)
+
+    missing = replace(DIVIDED, trace=KeptTrace(None, 0, "a single step takes 9 bytes"))
+    _, history = run(replace(context, phases=True), Pretender(on_phases=lambda job: missing))
+    newest = history.phases(COMMIT)[-1]
+    assert (newest.trace, newest.trace_missing) == (None, "a single step takes 9 bytes")
+    assert traces(context) == second
+
+
+def test_a_trace_is_kept_with_its_record_or_not_at_all(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Store.append
+
+    def full(store: Store, machine: str, commit: str, records: Sequence[Mapping[str, object]]) -> Path:
+        if any(record["kind"] == "phases" for record in records):
+            raise ResultsError(store.root, "cannot be written (No space left on device)")
+        return append(store, machine, commit, records)
+
+    monkeypatch.setattr(Store, "append", full)
+    with pytest.raises(ResultsError, match="No space left"):
+        Session(replace(context, phases=True), Pretender()).measure()
+    assert traces(context) == []
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_that_names_it(context: Context) -> None:
+    (context.results / "here").mkdir(parents=True)
+    (context.results / "here" / "traces").write_text("in the way")
+    with pytest.raises(ResultsError, match=r"traces.*cannot be written"):
+        Session(replace(context, phases=True), Pretender()).measure()
+    history = Store(context.results).load("here")
+    assert history.damage == ()
+    assert history.phases(COMMIT) == ()
+    assert len(history.rounds(COMMIT)) == 3, "what was measured before it"

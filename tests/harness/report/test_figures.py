@@ -7,9 +7,9 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from harness import rows
+from harness import names, rows
 from harness.comparison import compare
-from harness.report import figures, style
+from harness.report import figures, memory_figures, style
 from harness.report.figures import Figure
 from harness.report.history_tables import history_tables
 from harness.rows import Comparison, LevelChange
@@ -82,6 +82,26 @@ def test_memory_is_allocated_and_reserved_on_a_gpu_and_resident_on_a_cpu(gpu: Co
     assert allocated["x"] == [row.allocated_bytes for row in rows]
     (resident,) = figures.memory(cpu)[0].traces
     assert resident["x"] == [row.rss_bytes for row in cpu.compared_rows_of(cpu.cases[0])]
+
+
+def test_the_memory_of_a_step_is_a_line_for_each_variant(gpu: Comparison, cpu: Comparison) -> None:
+    drawn = memory_figures.timelines(gpu)
+    assert [figure.model for figure in drawn] == [case.model for case in gpu.cases]
+    known = [
+        entry.timeline
+        for entry in gpu.step_memory
+        if entry.case == gpu.cases[0] and entry.timeline is not None and not names.is_diagnostic(entry.variant)
+    ]
+    assert len(drawn[0].traces) == len(known) == 13
+    for trace, timeline in zip(drawn[0].traces, known, strict=True):
+        shares, sizes = list(trace["x"]), list(trace["y"])  # type: ignore[call-overload]
+        assert (shares[0], shares[-1]) == (0, 100)
+        assert sizes[:-1] == [round(allocated / 2**20, 2) for _, allocated, _ in timeline.points]
+        assert sizes[-1] == sizes[-2], "what is allocated stays so to the end"
+    for figure in drawn:
+        go.Figure(data=list(figure.traces), layout=figure.layout)
+        json.dumps(figure.drawing(), allow_nan=False)
+    assert memory_figures.timelines(cpu) == []
 
 
 def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:

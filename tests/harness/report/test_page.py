@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness import compare, report
+from harness import compare, project, report
+from harness.project import Project
 from harness.store import Store
 from tests.harness import plans, sample
 from tests.harness.report.chromium import Visit, needs_chromium, written
@@ -39,17 +40,17 @@ def visit(browser: Browser, gpu_page: Path) -> Visit:
 def test_every_chart_is_drawn_and_nothing_is_fetched(visit: Visit, gpu_page: Path) -> None:
     names = visit.page.eval_on_selector_all(".chart", "charts => charts.map((chart) => chart.id)")
     expected = {
-        "speedup": 3, "memory": 3, "setup": 3, "contribution": 3, "batches": 3, "streams": 6, "history": 3, "spread": 3,
-        "drift": 3, "loss": 3,
+        "speedup": 3, "memory": 3, "allocation": 3, "setup": 3, "contribution": 3, "phases": 3, "batches": 3,
+        "streams": 6, "history": 3, "spread": 3, "drift": 3, "loss": 3,
     }  # fmt: skip
     assert sorted(names) == sorted(f"{kind}-{index}" for kind, number in expected.items() for index in range(number))
     least = {
-        "speedup": 10, "memory": 26, "setup": 13, "contribution": 10, "batches": 2, "streams": 80, "history": 10,
-        "spread": 13 * 5 * 7, "drift": 13 * 5 * 7, "loss": 13,
+        "speedup": 10, "memory": 26, "allocation": 12, "setup": 13, "contribution": 10, "phases": 13, "batches": 2,
+        "streams": 80, "history": 10, "spread": 13 * 5 * 7, "drift": 13 * 5 * 7, "loss": 13,
     }  # fmt: skip
     for name in names:
         kind = name.partition("-")[0]
-        marks = visit.page.locator(f"#{name} {'.js-line' if kind == 'loss' else '.point'}")
+        marks = visit.page.locator(f"#{name} {'.js-line' if kind in ('loss', 'allocation') else '.point'}")
         assert marks.count() >= least[kind], name
     assert visit.page.locator("#speedup-0 .errorbar").count() == 11
     assert visit.page.locator("#history-0 .js-fill").count() == 4
@@ -93,6 +94,60 @@ def test_every_kitsune_variant_has_a_timeline_or_a_reason(visit: Visit) -> None:
     assert len(rows) == 24
     assert sum("no timeline: its status holds no plan" in row for row in rows) == 6
     assert sum("219 µs" in row for row in rows) == 18
+
+
+@needs_chromium
+def test_fragmentation_and_the_memory_of_a_step_are_told_or_why_not(visit: Visit) -> None:
+    written = [text.strip() for text in visit.page.locator("#memory-0 .bartext").all_text_contents()]
+    assert written[0] == "38 MiB (46 MiB, 17% unused)"
+    right = "all => all.map((element) => element.getBoundingClientRect().right)"
+    (end, *_) = visit.page.locator("#memory-0 .main-svg").evaluate_all(right)
+    assert max(visit.page.locator("#memory-0 .bartext").evaluate_all(right)) <= end
+    told = visit.page.locator("#memory .notice").inner_text()
+    assert told.startswith("A step's memory over time is not available for 3 variants of mlp-b64 on cuda, lenet-b64")
+    assert "torch 9 does not record its allocations" in told
+    visit.page.locator("#memory summary").click()
+    rows = [row.split("\t") for row in visit.texts("#memory tbody tr")]
+    assert len(rows) == 53
+    assert [cell.strip() for cell in rows[0][4:9]] == ["38 MiB", "46 MiB", "8 MiB\n17% of reserved", "3 MiB", "458 MiB"]
+
+
+@needs_chromium
+def test_a_cpu_has_no_fragmentation_and_the_page_says_so(browser: Browser, tmp_path: Path) -> None:
+    sample.write_cpu_history(tmp_path)
+    visit = Visit(browser, written(tmp_path, tmp_path / "report.html"))
+    told = visit.page.locator("#memory .notice").inner_text()
+    assert told.startswith("Neither fragmentation nor a step's memory over time is available for 10 variants")
+    assert told.endswith("measured on the CPU, where torch's allocator does not count.")
+    assert visit.page.locator("[id^=allocation-]").count() == 0
+    visit.page.locator("#memory summary").click()
+    for row in visit.texts("#memory tbody tr"):
+        assert row.count("not available") == 4
+        assert "measured on the CPU" in row
+    assert visit.complaints == []
+
+
+@needs_chromium
+def test_the_phases_of_a_step_are_stacked_and_named(visit: Visit) -> None:
+    chart = visit.page.locator("#phases-0")
+    entries = [text.strip() for text in chart.locator(".legendtext").all_text_contents()]
+    assert entries == ["data", "forward", "backward", "optimizer", "whole step", "host gap"]
+    told = [text.strip() for text in chart.locator(".bartext").all_text_contents()]
+    assert len(told) == 13
+    assert told[0] == "1.32 ms, 20% gap"
+    boxes = "paths => paths.map((path) => path.getBoundingClientRect()).map((box) => [box.y, box.left, box.right])"
+    bars = [box for box in chart.locator(".bars .point path").evaluate_all(boxes) if box[2] - box[1] > 0.5]
+    by_row: dict[int, list[tuple[float, float]]] = {}
+    for top, left, right in bars:
+        by_row.setdefault(round(top), []).append((left, right))
+    assert len(by_row) == 13
+    for parts in by_row.values():
+        ends = [right for _, right in sorted(parts)[:-1]]
+        assert ends == pytest.approx([left for left, _ in sorted(parts)[1:]], abs=1), "one after the other"
+    rows = visit.texts("#phases tbody tr")
+    assert len(rows) == 53
+    assert sum("one phase: the step runs as one thing" in row for row in rows) == 30
+    assert sum("failed: TraceError: in 3 of 12 steps" in row for row in rows) == 3
 
 
 @needs_chromium
@@ -142,7 +197,7 @@ def test_what_streams_gain_is_drawn_over_batch_sizes(browser: Browser, tmp_path:
     assert [row[6].strip() for row in rows if row[1].strip() == "8"] == ["faster"] * 3
     assert visit.requests == [(tmp_path / "report.html").as_uri()]
     assert visit.complaints == []
-    for section, charts in (("speed-up", 12), ("contributions", 12), ("memory", 3), ("history", 3)):
+    for section, charts in (("speed-up", 12), ("contributions", 12), ("memory", 6), ("history", 3)):
         assert visit.page.locator(f"#{section} .chart").count() == charts, section
 
 
@@ -212,7 +267,7 @@ def test_the_tables_are_readable_without_scripts(browser: Browser, gpu_page: Pat
     visit = Visit(browser, gpu_page, scripts=False)
     assert visit.page.locator("#variants tbody tr:visible").count() == 53
     assert visit.page.locator("#fusion tbody tr:visible").count() == 6 * 3
-    assert visit.page.locator(".unscripted:visible").count() == 10
+    assert visit.page.locator(".unscripted:visible").count() == 11
     assert visit.page.locator(".chart:visible").count() == 0
     visit.page.locator("#history summary").first.click()
     for case in visit.page.locator("#history details details summary").all():
@@ -344,3 +399,22 @@ def test_other_metrics_are_on_the_page_of_one_model(tmp_path: Path) -> None:
     assert "<h3>Setup, memory</h3>" in changes
     assert changes.count("<table ") == 2
     assert '<select id="model">' not in page, "there is nothing to choose"
+
+
+@needs_chromium
+def test_commits_lead_to_their_pages_which_nothing_fetches(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample.write_cpu_history(tmp_path / "results")
+    address = "https://example.org/us/kitsune/commit/"
+    (tmp_path / "asv.conf.json").write_text(json.dumps({"show_commit_url": address}))
+    monkeypatch.setattr(project, "here", lambda: Project(tmp_path, tmp_path, is_kitsune=True))
+    visit = Visit(browser, written(tmp_path / "results", tmp_path / "report.html"))
+    visit.page.locator("#history details summary").last.click()
+    places = ("header dd a", "#history table.sortable tbody td:first-child a")
+    links = [visit.page.locator(place).evaluate_all("all => all.map((link) => link.href)") for place in places]
+    newest, older = (address + commit for commit in sample.COMMITS[:0:-1])
+    assert links[0] == [newest, older]
+    assert links[1][:2] == [newest, older]
+    assert visit.requests == [(tmp_path / "report.html").as_uri()]
+    assert visit.complaints == []

@@ -54,6 +54,13 @@ def test_each_kind_says_what_it_rests_on(entry: Regression, words: str) -> None:
     assert words in regression_list([entry])
 
 
+def test_commits_lead_to_their_pages() -> None:
+    shown = replace(SLOWER, before=replace(SLOWER.before, url="https://example.org/c/?a=1&id=" + "a" * 40))
+    told = regression_list([shown])
+    link = f'<a href="https://example.org/c/?a=1&amp;id={"a" * 40}" rel="noopener noreferrer">aaaaaaaa</a>'
+    assert f"bbbbbbbb, against {link} Before &amp; &lt;all&gt;" in told
+
+
 def test_a_level_says_after_which_commit() -> None:
     level = replace(SLOWER, ratio=Estimate(1.12, 0.0, float("inf"), 1, 0), p_value=0.004)
     assert "bbbbbbbb, after aaaaaaaa" in regression_list([level])

@@ -78,7 +78,7 @@ def test_everything_follows_the_model_that_is_picked(visit: Visit) -> None:
         assert len(shown) == rows
         assert all(row.startswith("resnet18") for row in shown)
     titles = visit.texts("figcaption:visible")
-    assert len(titles) == 9 + 2 + 2, "one of each kind, two of streams and of fusion"
+    assert len(titles) == 11 + 2 + 2, "one of each kind, two of streams and of fusion"
     assert all(title.startswith("resnet18") for title in titles)
     assert set(everything) - set(visit.sections()) == {"regressions"}, "it was LeNet's"
     assert visit.page.locator("nav a[href='#regressions']:visible").count() == 0

@@ -1,0 +1,114 @@
+"""Recording the allocations of a step: where that is impossible, and on a GPU."""
+
+import pytest
+import torch
+
+from harness import memory, memory_recording
+from harness.memory_recording import recorded_step
+from harness.memory_timeline import ON_THE_CPU, RecordedStep, memory_timeline
+
+CUDA = torch.device("cuda")
+_MIB = 2**20
+
+
+def no_step() -> None:
+    raise AssertionError("no step is taken")
+
+
+def test_on_the_cpu_there_is_nothing_to_record() -> None:
+    assert recorded_step(no_step, torch.device("cpu")) == ON_THE_CPU
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such function"), TypeError("unexpected keyword 'context'")])
+def test_a_torch_with_other_private_functions_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(memory, "in_use", lambda device: (1, 2))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
+    told = recorded_step(no_step, CUDA)
+    assert told == f"torch {torch.__version__} does not record its allocations: {error}"
+
+
+class Recorder:
+    """In place of torch's functions; tells these events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, events: list[dict[str, object]]) -> None:
+        self.calls: list[object] = []
+        self.events = events
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(memory, "in_use", lambda device: (1, 2))
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"device_traces": [[], self.events]})
+
+    def record(self, enabled: str | None, **options: object) -> None:
+        self.calls.append(enabled)
+
+
+def test_recording_ends_whatever_the_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch, [{"action": "alloc"}])
+    found = recorded_step(lambda: recorder.calls.append("step"), CUDA)
+    assert isinstance(found, RecordedStep)
+    assert (found.events, found.allocated_bytes, found.reserved_bytes) == (recorder.events, 1, 2)
+    assert found.begin_us <= found.end_us
+    assert recorder.calls == ["all", "step", None]
+    with pytest.raises(AssertionError, match="no step is taken"):
+        recorded_step(no_step, CUDA)
+    assert recorder.calls[3:] == ["all", None]
+
+
+def test_a_step_of_too_many_allocations_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_recording, "_MOST_EVENTS", 2)
+    Recorder(monkeypatch, [{}, {}])
+    assert "2 allocations or more" in str(recorded_step(lambda: None, CUDA))
+
+
+@pytest.mark.gpu
+def test_a_step_s_memory_is_recorded() -> None:
+    held = torch.ones(8 * _MIB, device=CUDA)
+    torch.cuda.synchronize()
+    memory.reset_peak(CUDA)
+
+    def step() -> None:
+        first = torch.empty(16 * _MIB, dtype=torch.uint8, device=CUDA)
+        second = torch.empty(64 * _MIB, dtype=torch.uint8, device=CUDA)
+        del second
+        first.zero_()
+
+    before = memory.in_use(CUDA)
+    recorded = recorded_step(step, CUDA)
+    assert isinstance(recorded, RecordedStep)
+    timeline = memory_timeline(recorded)
+    allocated = [size for _, size, _ in timeline.points]
+    assert allocated[0] == before[0]
+    assert max(allocated) == allocated[0] + 80 * _MIB
+    assert allocated[-1] == memory.in_use(CUDA)[0]
+    assert timeline.points[-1][2] == memory.in_use(CUDA)[1]
+    assert max(allocated) == memory.peak(CUDA).allocated_bytes
+    assert [time for time, _, _ in timeline.points] == sorted(time for time, _, _ in timeline.points)
+    assert 0 < timeline.step_us < 60e6
+    del held
+
+
+@pytest.mark.gpu
+def test_pieces_of_blocks_are_fragmentation_and_graphs_are_not() -> None:
+    torch.cuda.empty_cache()
+    memory.reset_peak(CUDA)
+    pieces = [torch.empty(4 * _MIB, dtype=torch.uint8, device=CUDA) for _ in range(5)]  # of one block of 20 MiB
+    del pieces[1::2]
+    peak = memory.peak(CUDA)
+    assert peak.inactive_split_bytes is not None
+    assert peak.inactive_split_bytes >= 8 * _MIB
+    graph = torch.cuda.CUDAGraph()
+    x = torch.ones(4 * _MIB, device=CUDA)
+    with torch.cuda.graph(graph):
+        y = (x + 1).exp().sum()
+    memory.reset_peak(CUDA)
+    graph.replay()
+    torch.cuda.synchronize()
+    after = memory.peak(CUDA)
+    assert after.inactive_split_bytes is not None
+    assert after.inactive_split_bytes < 16 * _MIB + peak.inactive_split_bytes
+    del y
