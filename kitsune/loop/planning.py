@@ -27,7 +27,8 @@ from kitsune.schedule.limits import device_limits
 _PARTS = 4
 
 # What concurrency may cost in memory, as a multiple of what the graph needs in order. With 1.05 plans are not
-# predicted to be faster, and float32 steps, which fusing makes a little larger, needed 1.07 times what they need as captured.
+# predicted to be faster, and float32 steps, which fusing makes a little larger, needed 1.07 times what they need as
+# captured.
 _MEMORY_FACTOR = 1.02
 
 
