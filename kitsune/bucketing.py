@@ -48,7 +48,7 @@ def bucketed(
     Raises:
         TypeError: `loader` cannot be iterated, or, when it is, a batch is no dict, tuple or list of tensors.
         ValueError: `to` has no lengths from 1 up that ascend, or `fill` is empty; while iterating: a batch lacks what
-            `fill` names, or has sequences of different lengths.
+            `fill` names, has sequences of different lengths, or a dtype that cannot hold the number.
     """
     return Bucketed(loader, to, fill, dim)
 
@@ -104,9 +104,12 @@ class Bucketed(Generic[Batch]):
         return length
 
     def _longer(self, tensor: torch.Tensor, name: object, missing: int) -> torch.Tensor:
-        shape = list(tensor.shape)
+        shape, value = list(tensor.shape), self._fill[name]
         shape[self._dim] = missing
-        return torch.cat([tensor, tensor.new_full(shape, self._fill[name])], self._dim)
+        padding = tensor.new_full(shape, value)
+        if not tensor.is_floating_point() and padding.numel() and padding.flatten()[0].item() != value:
+            raise ValueError(f"fill has {value!r} for {name!r} of a batch, which {tensor.dtype} cannot hold")
+        return torch.cat([tensor, padding], self._dim)
 
 
 def _lengths(to: int | Sequence[int]) -> int | tuple[int, ...]:
@@ -121,6 +124,8 @@ def _part(batch: Any, name: Any) -> torch.Tensor:
     if not isinstance(batch, (Mapping, tuple, list)):
         raise TypeError(f"bucketed pads batches that are dicts, tuples or lists of tensors, not {type(batch).__name__}")
     try:
+        if not isinstance(batch, Mapping) and name < 0:
+            raise IndexError(name)
         part = batch[name]
     except (KeyError, IndexError, TypeError):
         has = list(batch) if isinstance(batch, Mapping) else f"the places 0 to {len(batch) - 1}"

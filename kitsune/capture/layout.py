@@ -30,3 +30,10 @@ class TensorLayout:
     def without_memory(self) -> torch.Tensor:
         """A tensor of this kind, and of one element's memory: it stands for one in autograd's graph."""
         return torch.empty_strided(self.size, (0,) * len(self.size), dtype=self.dtype, device=self.device)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory of its own, laid out like `tensor` also where elements share memory or lie apart."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = tensor.untyped_storage().clone()
+    return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -45,16 +45,20 @@ class BackwardGraph:
         self._handed_out = HandedOut(self._static)
 
     def __call__(
-        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None], *, have_moved: bool
     ) -> list[torch.Tensor | None]:
-        """Gradients at `part.gradient_places`; None for those that depend on roots without a gradient only."""
+        """Gradients at `part.gradient_places`; None for those that depend on roots without a gradient only.
+
+        Args:
+            have_moved: whether `saved` lie elsewhere than in the forward pass's memory, where the graph reads them.
+        """
         pairs = zip(tangents, self._layouts, strict=True)
         inputs = [*saved, *(layout.empty().zero_() if one is None else layout.fit(one) for one, layout in pairs)]
         missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-        if self._recording is not None and not missing and not self._handed_out.in_use():
+        if self._recording is not None and not missing and not have_moved and not self._handed_out.in_use():
             grads = self._recording(inputs)
         else:
-            self.num_copied += self._recording is not None and not missing
+            self.num_copied += self._recording is not None and not missing and not have_moved
             grads = self._without(missing)(inputs)
         return [
             None if needs and needs <= missing else grad.detach()

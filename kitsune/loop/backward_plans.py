@@ -52,13 +52,18 @@ class Fastest(NamedTuple):
         )
 
 
-def fill(forward: fx.Graph, saved: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copies `values` to `saved`, the last results of a forward pass, but for those that are inputs of its."""
+def computed(forward: fx.Graph) -> list[bool]:
+    """For each result of a forward pass whether it has memory of its own, and is not an input or a view of one."""
     given = {storage for node in dataflow.placeholders(forward) for storage in dataflow.storages(node)}
-    results = dataflow.outputs(forward)
-    for tensor, value, result in zip(saved, values, results[len(results) - len(saved) :], strict=True):
-        if result is not None and given.isdisjoint(dataflow.storages(result)):
-            tensor.copy_(value)
+    return [node is not None and given.isdisjoint(dataflow.storages(node)) for node in dataflow.outputs(forward)]
+
+
+def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes `tensor` equal to `value`, another result of the same operators: both are laid out alike in their memory.
+
+    Elements may share memory, where `Tensor.copy_` would raise.
+    """
+    tensor.untyped_storage().copy_(value.untyped_storage())
 
 
 def plans(

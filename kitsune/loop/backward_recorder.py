@@ -50,14 +50,14 @@ class BackwardRecorder:
             return [None for _ in program.parts]
         first = len(program.differentiable)
         saved, warm = executor.static_outputs()[first:], executor.warm_outputs()[first:]
-        if num_streams > 1:
-            backward_plans.fill(program.forward.graph, saved, warm)
+        computed = backward_plans.computed(program.forward.graph)[first:]
         recordings: list[Recording] = []
         try:
             for part in program.parts:
                 tangents = [torch.ones_like(program.tangents[root].empty()) for root in part.roots]
                 inputs, values = ([*(given[index] for index in part.saved), *tangents] for given in (saved, warm))
-                backward = _Backward(part.backward, inputs, values, len(part.saved))
+                own = [place for place, index in enumerate(part.saved) if computed[index]]
+                backward = _Backward(part.backward, inputs, values, len(part.saved), own)
                 recordings.append(self._in_order(backward))
                 if num_streams > 1:
                     recordings[-1] = self._fastest(backward, recordings[-1], num_streams, program.is_rewritten)
@@ -77,6 +77,8 @@ class BackwardRecorder:
             return record_planned(self._memory, planned, backward.inputs, **self._conditions(backward))
 
         try:
+            for place in backward.computed:
+                backward_plans.fill(backward.inputs[place], backward.values[place])
             planned = backward_plans.plans(backward.module, backward.values, num_streams, self._log.do_without)
             found = backward_plans.fastest(in_order, planned[1:], record, backward.inputs, self._log.do_without)
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, drivers, too little memory
@@ -101,10 +103,12 @@ class BackwardRecorder:
 class _Backward(NamedTuple):
     """A part of a backward pass, the tensors that its graph reads, and values that these may have.
 
-    The first `num_saved` ones are the forward pass's, the others are gradients.
+    The first `num_saved` ones are what the forward pass has saved, which it `computed` at some places; the others are
+    gradients.
     """
 
     module: fx.GraphModule
     inputs: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
     num_saved: int
+    computed: Sequence[int]

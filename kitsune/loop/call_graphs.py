@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.ambient import autocast_dtype
+from kitsune.capture.layout import copied
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
 from kitsune.errors import KitsuneError
@@ -196,7 +197,7 @@ class CallGraphs:
     def is_pending(self) -> bool:
         """Whether the saved values of the last call may still be needed by its backward pass.
 
-        Where a part of it ran already, and another may follow, they get memory of their own.
+        Where a part of it ran already, and another may follow, they are moved to memory of their own: then nothing is.
         """
         if not self.forward.executor.keeps_outputs:
             return False
@@ -206,7 +207,7 @@ class CallGraphs:
             return bool(waiting)
         with torch.no_grad():
             for context in waiting:
-                context.static = [tensor.clone() for tensor in context.static]
+                context.static, context.has_moved = [copied(tensor) for tensor in context.static], True
         self._contexts = []
         return False
 
@@ -266,7 +267,7 @@ class _Replay(torch.autograd.Function):
             graphs.run_forward(run)
         ctx.graphs, ctx.graph = graphs, graph
         ctx.is_spent = False  # set when a replay has done what `backward` would
-        ctx.has_gone_back = False
+        ctx.has_gone_back = ctx.has_moved = False
         ctx.set_materialize_grads(False)
         results = graphs.results(run, part.roots)
         saved = [run.saved[index] for index in part.saved]
@@ -303,7 +304,7 @@ class _Replay(torch.autograd.Function):
                 raise KitsuneError("an input of the model was edited before its backward pass had to run again")
             grads = graphs.backward_again(ctx.graph.part, graphs.unite(ctx.stable, arguments), tangents)
         else:
-            grads = ctx.graph(values if ctx.static is None else ctx.static, tangents)
+            grads = ctx.graph(values if ctx.static is None else ctx.static, tangents, have_moved=ctx.has_moved)
         return (None, None, None, *grads)
 
 

@@ -91,7 +91,7 @@ class SplitStep(GuardedStep):
     @property
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """Those of the backward pass that were tried."""
-        return self._recorder.schedules
+        return () if self._graphs is None else self._recorder.schedules
 
     def watch_backward(self, output: Any) -> None:
         """Learns from the backward pass of an eager call, before a replay meets that.
@@ -142,7 +142,10 @@ class SplitStep(GuardedStep):
     def describe(self) -> tuple[str, str]:
         mode, reason = super().describe()
         if mode == "replay" and (self._improves_next() or self._takes_back()):
-            return "measuring", "with the next call its operators are fused, or that is taken back"
+            return (
+                "measuring",
+                "with the next call its graphs are recorded anew: fused, planned on several streams, or as before",
+            )
         return mode, reason
 
     def rounding(self) -> float:
@@ -255,16 +258,18 @@ class SplitStep(GuardedStep):
 
         Fusing is taken back where it was no use.
         """
+        started = time.perf_counter()
         if self._unfused is not None and self.chooser.settled:
             if self._takes_back():
                 self._exchange(self._unfused, self._unfused, graph, flat)
                 self._log.do_without(Refusal("the call was measured to be no faster when it is fused"))
+                self.setup_seconds += time.perf_counter() - started
             self._unfused = None
         if not self._improves_next():
             return
         assert self._graphs is not None
         self._may_improve = False
-        program, started = self._graphs.program, time.perf_counter()
+        program = self._graphs.program
         fused = None
         try:
             if self._fuses(flat):
@@ -302,12 +307,17 @@ class SplitStep(GuardedStep):
         self._graphs = self._shortcut = None
         try:
             self._graphs = self._recorded(program, graph, flat, num_streams=self._num_streams(flat))
-        except (RefusedError, torch.OutOfMemoryError) as error:
-            too_little = Refusal("there is too little device memory for the fused call")
-            self._log.do_without(error.refusal if isinstance(error, RefusedError) else too_little)
-            self._graphs = self._recorded(other, graph, flat, num_streams=1)
-            return False
-        return True
+            return True
+        except torch.OutOfMemoryError:
+            refusal = Refusal("there is too little device memory to record the call anew")
+        except RefusedError as error:
+            refusal = error.refusal
+        except Exception as error:  # noqa: BLE001 - drivers and compilers fail in many ways, and the loop does without
+            refusal = Refusal(f"the call cannot be recorded anew ({type(error).__name__}: {first_line(error)})")
+        # Out of the handlers: an exception that is being handled would keep alive all that was allocated.
+        self._log.do_without(refusal)
+        self._graphs = self._recorded(other, graph, flat, num_streams=1)
+        return False
 
     def _recorded(
         self, program: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor], *, num_streams: int

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import backward_plans, planning
 from kitsune.loop.backward_plans import fastest
+from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from tests.kitsune import static_memory
@@ -77,6 +78,51 @@ def test_whatever_wins_the_loop_trains_the_same(place: int, device: str, favour:
     assert "in use" in str(status)
 
 
+class Gated(nn.Module):
+    """Saves an expanded tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.gate = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated: Tensor = self.b(self.a(x).tanh() * self.gate(x).sigmoid().expand(-1, 8))
+        return gated
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_saved_may_be_expanded(place: int, device: str, favour: Callable[[int], None]) -> None:
+    def gated() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = Gated().to(device)
+        return model, sgd(model)
+
+    favour(place)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if device == "cuda" else {}
+    options: dict[str, Any] = {"mode": "auto", "enable_fusion": False, "steps": STEPS, "replays": STEPS - EAGER}
+    status = compare("drop_in", gated, batches=partial(batch, device=device), **options, **tolerance).status()
+    assert status.schedules[place].chosen
+    assert not any("planning failed" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_whatever_fails_when_the_call_is_recorded_anew_the_loop_goes_on(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: Any, **options: Any) -> Any:
+        if options["num_streams"] > 1:
+            raise RuntimeError("a driver's error")
+        return record(*_args, **options)
+
+    record = BackwardRecorder.record
+    monkeypatch.setattr(BackwardRecorder, "record", fail)
+    status = train(device).status()
+    assert status.mode == "replay"
+    assert status.schedules == ()
+    assert any("recorded anew (RuntimeError: a driver's error)" in refusal for refusal in status.refusals)
+
+
 @pytest.mark.usefixtures("replay_is_faster")
 def test_each_part_of_a_backward_pass_has_its_own_plan(device: str, favour: Callable[[int], None]) -> None:
     """Here one part goes back from the loss to the logits, and another one from there."""
@@ -107,8 +153,9 @@ def test_each_part_of_a_backward_pass_has_its_own_plan(device: str, favour: Call
 @pytest.mark.usefixtures("replay_is_faster")
 def test_the_measured_time_decides(device: str) -> None:
     status = train(device).status()
-    assert len(status.schedules) > 1
-    assert all(schedule.measured_us for schedule in status.schedules)
+    (first, *others) = [schedule.measured_us or 0.0 for schedule in status.schedules]
+    (chosen,) = [schedule for schedule in status.schedules if schedule.chosen]
+    assert chosen.measured_us == min([*others, first] if min(others) < 0.98 * first else [first])
 
 
 @pytest.mark.usefixtures("replay_is_faster")

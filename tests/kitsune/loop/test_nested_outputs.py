@@ -304,12 +304,39 @@ def test_a_call_between_the_backward_passes_of_another(device: str) -> None:
         loss, logits = training.model(x, y)
         (grad,) = torch.autograd.grad(loss, logits)
         later, _ = training.model(x + 1, y)
-        later.backward()
         logits.backward(grad)
+        later.backward()
         training.optimizer.step()
         return torch.stack([loss, later]).detach()
 
     same(device, Aside, step)
+
+
+class Heads(nn.Module):
+    """Two outputs with nothing in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x).tanh(), self.b(x).unsqueeze(1).sigmoid().expand(-1, 2, -1).square()
+
+
+def test_a_call_between_the_backward_passes_of_two_outputs(device: str) -> None:
+    """Some of what has been saved is expanded."""
+
+    def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        a, b = training.model(x)
+        a.square().sum().backward()
+        c, d = training.model(x + 1)
+        b.square().sum().backward()
+        (c.sum() + d.sum()).backward()
+        training.optimizer.step()
+        return c.sum().detach()
+
+    same(device, Heads, step)
 
 
 def test_losses_and_gradients_that_are_kept_stay(device: str) -> None:
