@@ -30,18 +30,31 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 class _Update:
     """The captured update of one set of parameters.
 
-    `slots` hold the gradients where the recording reads them in place; empty where it takes any. The `shortcut` tells
-    whether all but the gradients is as it was at the latest replay.
+    `slots` hold the gradients where the recording reads them; empty where it takes any. Those at the places in `copied`
+    are its own, the others are where the captured backward pass leaves gradients. The `shortcut` tells whether all but
+    the gradients is as it was at the latest replay.
     """
 
     binding: Binding
     recording: Recording
     slots: list[torch.Tensor]
+    copied: frozenset[int]
     shortcut: UpdateShortcut | None = None
     latest_inputs: Sequence[torch.Tensor] = ()
 
     def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         return [*self.binding.params, *_into_slots(grads, self.slots), *self.binding.inputs()]
+
+    def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these gradients lie in the slots, but for those that are copied there."""
+        pairs = zip(grads, self.slots, strict=True)
+        return all(
+            grad is not None
+            and grad.layout is torch.strided
+            and grad.stride() == slot.stride()
+            and (grad.dtype == slot.dtype if place in self.copied else grad.data_ptr() == slot.data_ptr())
+            for place, (grad, slot) in enumerate(pairs)
+        )
 
 
 class UpdateStep:
@@ -49,9 +62,8 @@ class UpdateStep:
 
     Args:
         optimizer: a plain `torch.optim` optimizer.
-        gradients: static gradients by address. Where all gradients lie in those, the captured update
-            reads them there; else it reads copies, in memory of its own, since somebody may still
-            refer to the static ones.
+        gradients: static gradients by address. Of gradients that lie in those, the captured update reads them
+            there; of others, such as sums of what several calls gave, it reads copies in memory of its own.
     """
 
     def __init__(
@@ -106,8 +118,10 @@ class UpdateStep:
         if update is None or update.shortcut is None:
             return False
         grads = [param.grad for param in update.binding.params]
-        if not all(map(_lies_in, grads, update.slots)) or not update.shortcut.follow():
+        if not update.fits(grads) or not update.shortcut.follow():
             return False
+        if update.copied:
+            _into_slots([grad for grad in grads if grad is not None], update.slots)
         update.recording(update.latest_inputs)
         update.binding.advance()
         return True
@@ -119,7 +133,7 @@ class UpdateStep:
             raise RefusedError(hooks, passing=True)
         params, grads = self._params_and_grads()
         slots = self._slots_in_place(grads)
-        key = (tuple(map(id, params)), tuple(slot.data_ptr() for slot in slots))
+        key = (tuple(map(id, params)), _addresses(slots))
         update = self._updates.get(key)
         if update is None:
             update = self._capture(params, grads, slots)
@@ -131,9 +145,9 @@ class UpdateStep:
             self._refresh(key, update, inputs)
         update.recording(inputs)
         update.binding.advance()
-        update.latest_inputs = inputs
-        if slots and update.shortcut is None:
-            update.shortcut = self._shortcut(update)
+        if update.slots:
+            update.latest_inputs = inputs
+            update.shortcut = update.shortcut or self._shortcut(update)
         self._latest = update
 
     def _shortcut(self, update: _Update) -> UpdateShortcut | None:
@@ -152,17 +166,15 @@ class UpdateStep:
         except LookupError:
             return None
 
-    def _slots_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The static gradients that all of `grads` lie in; none if any lies elsewhere."""
+    def _slots_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The static gradients that `grads` lie in; None for those that lie elsewhere, or are to be copied."""
         slots = [self._gradients.get(grad.data_ptr()) for grad in grads]
-        found = [slot for slot in slots if slot is not None]
-        if len(found) < len(slots):
-            return []
-        addresses = tuple(slot.data_ptr() for slot in found)
+        addresses = _addresses(slots)
         if addresses not in self._in_place and len(self._in_place) == _MAX_IN_PLACE:
-            return []
-        self._in_place.add(addresses)
-        return found
+            return [None for _ in slots]
+        if any(addresses):
+            self._in_place.add(addresses)
+        return slots
 
     def _params_and_grads(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
         params = [
@@ -190,7 +202,7 @@ class UpdateStep:
         raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
 
     def _capture(
-        self, params: list[torch.nn.Parameter], grads: list[torch.Tensor], slots: list[torch.Tensor]
+        self, params: list[torch.nn.Parameter], grads: list[torch.Tensor], found: list[torch.Tensor | None]
     ) -> _Update:
         started = time.perf_counter()
         self.verified = 0
@@ -204,8 +216,10 @@ class UpdateStep:
                 binding.update(stand_ins, inputs[count : 2 * count], inputs[2 * count :])
             return []
 
-        if not slots and params[0].device.type == "cuda":
-            slots = [torch.empty_like(grad) for grad in grads]
+        slots, copied = list[torch.Tensor](), frozenset[int]()
+        if any(slot is not None for slot in found) or params[0].device.type == "cuda":
+            slots = [torch.empty_like(grad) if slot is None else slot for grad, slot in zip(grads, found, strict=True)]
+            copied = frozenset(place for place, slot in enumerate(found) if slot is None)
         inputs = [*params, *_into_slots(grads, slots), *binding.inputs()]
         stable = set(range(len(inputs)))
         if not slots:
@@ -213,7 +227,7 @@ class UpdateStep:
         module = trace(function, inputs)
         recording = Recording(module, inputs, stable=stable, config=self._config, pool=self._pool, log=self._log)
         self.setup_seconds += time.perf_counter() - started
-        return _Update(binding, recording, slots)
+        return _Update(binding, recording, slots, copied)
 
     def _make_room(self) -> None:
         if len(self._updates) >= _MAX_GRAPHS:
@@ -221,8 +235,8 @@ class UpdateStep:
             oldest.recording.release()
 
 
-def _lies_in(grad: torch.Tensor | None, slot: torch.Tensor) -> bool:
-    return grad is not None and grad.data_ptr() == slot.data_ptr() and grad.stride() == slot.stride()
+def _addresses(slots: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(0 if slot is None else slot.data_ptr() for slot in slots)
 
 
 def _into_slots(grads: list[torch.Tensor], slots: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -339,6 +339,38 @@ def test_a_call_between_the_backward_passes_of_two_outputs(device: str) -> None:
     same(device, Heads, step)
 
 
+class Penalized(nn.Module):
+    """Logits, and a loss that also grows with one of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.last(self.first(x).tanh())
+        return functional.cross_entropy(logits, y) + self.last.weight.square().sum(), logits
+
+
+def test_only_sums_of_gradients_are_copied_for_the_update(device: str) -> None:
+    """The last weight gets gradients from two parts, whose sum is new memory."""
+
+    def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss, _ = training.model(x, y)
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = same(device, Penalized, step)
+    update = training.optimizer._loop._update._latest  # type: ignore[attr-defined]
+    names = [name for name, _ in training.model.named_parameters()]
+    if update.slots:  # none on the CPU, where nothing is static
+        assert {names[place] for place in update.copied} == {"last.weight"}
+        assert len(update.slots) == len(names)
+    else:
+        assert device == "cpu"
+
+
 def test_losses_and_gradients_that_are_kept_stay(device: str) -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
