@@ -11,7 +11,7 @@ from kitsune.kernels.batch_norm import Layout
 _TILES_A_PROGRAM = 4  # where nothing is summed
 _MOST_ROWS_OF_ONE_PROGRAM = 2**15  # with more, one program a block of channels takes too long
 _MOST_PARTIALS = 1024
-_MERGED_AT_ONCE = 2**12
+_MERGED_AT_ONCE = 2**12  # one program merges all, and waits for memory once for each so many
 _AHEAD = 3  # of each of up to five tensors; in float32 that is more shared memory than small devices have
 
 
@@ -20,7 +20,7 @@ class Form(NamedTuple):
 
     Sums over rows are made by up to `num_partials` programs for each block of channels; the last one to end adds up
     their partial sums. With 1 partial one program for each block of channels does all in one launch. While a program
-    computes a tile it loads the next ones, up to `loads_ahead` of them; with 1 it waits for each.
+    computes a tile it loads the next ones: `loads_ahead` counts those in work, so that with 1 it waits for each.
     """
 
     block_rows: int

@@ -26,7 +26,8 @@ class BackwardGraph:
         gradients: static gradients by address; entries are added here.
 
     Attributes:
-        num_copied: how often it ran into new memory to spare gradients still in use.
+        num_copied: how often it ran into new memory, to spare gradients still in use.
+        num_partial: how often it ran operator by operator, as some of its roots had no gradient.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class BackwardGraph:
         gradients: dict[int, torch.Tensor],
     ) -> None:
         self.part = part
-        self.num_copied = 0
+        self.num_copied = self.num_partial = 0
         self._layouts, self._recording, self._gradients = layouts, recording, gradients
         self._in_order = {frozenset[int](): InOrder(part.backward)}
         self._static = recording.executor.static_outputs() if recording is not None else []
@@ -58,7 +59,9 @@ class BackwardGraph:
         if self._recording is not None and not missing and not have_moved and not self._handed_out.in_use():
             grads = self._recording(inputs)
         else:
-            self.num_copied += self._recording is not None and not missing and not have_moved
+            if self._recording is not None:
+                self.num_partial += bool(missing)
+                self.num_copied += not missing and not have_moved
             grads = self._without(missing)(inputs)
         return [
             None if needs and needs <= missing else grad.detach()

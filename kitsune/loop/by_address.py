@@ -17,7 +17,7 @@ from kitsune.native.facts import Fact
 # Some more are passed through when the host and the device change their pace.
 _MOST_RECORDINGS = 8
 _MOST_PLACES = 64
-_SIGHTINGS = 20
+_SIGHTINGS = 20  # of each: a ring of eight is known after 160 steps
 
 
 class Record(Protocol):

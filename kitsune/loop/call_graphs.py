@@ -142,12 +142,12 @@ class CallGraphs:
         count = len(stable) + len(arguments)
         return [next(parts[place not in self.stable]) for place in range(count)]
 
-    def take_num_copied(self) -> int:
-        """How many backward passes ran into new memory, to spare gradients in use, since this was last asked."""
-        count = sum(graph.num_copied for graph in self._backwards)
+    def take_counts(self) -> tuple[int, int]:
+        """The sums of `num_copied` and `num_partial` of its backward graphs, since this was last asked."""
+        counts = sum(graph.num_copied for graph in self._backwards), sum(graph.num_partial for graph in self._backwards)
         for graph in self._backwards:
-            graph.num_copied = 0
-        return count
+            graph.num_copied = graph.num_partial = 0
+        return counts
 
     def refuse_backward(self) -> None:
         """A backward pass is to be differentiated or batched.

@@ -157,17 +157,19 @@ class SplitStep(GuardedStep):
         return max(rounding(part.graph) for part in parts)
 
     def end_iteration(self) -> int:
-        """To be called after each; how many of its backward passes ran one by one to spare gradients still in use."""
+        """To be called after each; how many of its backward passes ran operator by operator."""
         if self._graphs is None:
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        count = self._graphs.take_num_copied()
-        if not count:
-            return 0
-        refusal = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
-        self._log.add(RefusedError(refusal, passing=True))
-        return count
+        copied, partial = self._graphs.take_counts()
+        if copied:
+            kept = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
+            self._log.add(RefusedError(kept, passing=True))
+        if partial:
+            unused = Refusal("the backward pass of a call ran operator by operator: not all outputs had a gradient")
+            self._log.add(RefusedError(unused, passing=True))
+        return copied + partial
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         try:
