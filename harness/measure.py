@@ -144,16 +144,17 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     for _ in range(max(_STEADY_STEPS, job.case.loss_steps - losses.steps)):
         losses.step(training)
     synchronize(device)
-    peak = memory.peak(device)
+    peak, curve, status = memory.peak(device), losses.values(), training.status()
     note(f"recording the memory of a step of {variant.name}")
+    # Last, as a step that fails may take the device with it.
     recorded = recorded_step(lambda: training.run(1), device)
     compiled = variant.compile_mode is not None or variant.is_kitsune
     return ProfileResult(
         setup_s,
         ("cold" if cold else "warm") if compiled else None,
         peak,
-        losses.values(),
-        training.status(),
+        curve,
+        status,
         recorded if isinstance(recorded, str) else memory_timeline(recorded),
     )
 

@@ -19,18 +19,6 @@ def test_on_the_cpu_there_is_nothing_to_record() -> None:
     assert recorded_step(no_step, torch.device("cpu")) == ON_THE_CPU
 
 
-@pytest.mark.parametrize("error", [AttributeError("no such function"), TypeError("unexpected keyword 'context'")])
-def test_a_torch_with_other_private_functions_is_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def refuse(*arguments: object, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(memory, "in_use", lambda device: (1, 2))
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
-    told = recorded_step(no_step, CUDA)
-    assert told == f"torch {torch.__version__} does not record its allocations: {error}"
-
-
 class Recorder:
     """In place of torch's functions; tells these events."""
 
@@ -54,9 +42,44 @@ def test_recording_ends_whatever_the_step_does(monkeypatch: pytest.MonkeyPatch) 
     assert (found.events, found.allocated_bytes, found.reserved_bytes) == (recorder.events, 1, 2)
     assert found.begin_us <= found.end_us
     assert recorder.calls == ["all", "step", None]
-    with pytest.raises(AssertionError, match="no step is taken"):
-        recorded_step(no_step, CUDA)
+
+    def out_of_memory() -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    told = recorded_step(out_of_memory, CUDA)
+    assert isinstance(told, str)
+    assert told.startswith(f"a step could not be recorded with torch {torch.__version__}: ")
+    assert told.endswith("CUDA out of memory. Tried to allocate 2 GiB")
     assert recorder.calls[3:] == ["all", None]
+
+
+def refused(*arguments: object, **options: object) -> None:
+    raise TypeError("unexpected keyword")
+
+
+def refused_at_the_end(enabled: str | None, **options: object) -> None:
+    if enabled is None:
+        raise RuntimeError("cannot stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "problem"),
+    [
+        ("_record_memory_history", refused, "TypeError: unexpected keyword"),
+        ("_record_memory_history", refused_at_the_end, "RuntimeError: cannot stop"),
+        ("_snapshot", refused, "TypeError: unexpected keyword"),
+        ("_snapshot", lambda device: {}, "KeyError: 'device_traces'"),
+        ("_snapshot", lambda device: {"device_traces": []}, "IndexError: list index out of range"),
+        ("_snapshot", None, "TypeError: 'NoneType' object is not callable"),
+    ],
+)
+def test_a_torch_with_other_private_functions_costs_the_timeline_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, other: object, problem: str
+) -> None:
+    Recorder(monkeypatch, [])
+    monkeypatch.setattr(torch.cuda.memory, name, other)
+    told = recorded_step(lambda: None, CUDA)
+    assert told == f"a step could not be recorded with torch {torch.__version__}: {problem}"
 
 
 def test_a_step_of_too_many_allocations_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
