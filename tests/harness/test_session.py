@@ -502,6 +502,29 @@ def test_phases_are_told_apart_on_request_after_everything_else_of_a_case(contex
     assert begin["steps"] == [[event["case"], event["part"]] for event in done]
 
 
+def test_what_failed_before_falls_away_and_takes_no_time(context: Context) -> None:
+    """Else the time that is left would count its phases to the end."""
+
+    def crash(job: ProfileJob) -> None:
+        if job.task.variant == DROPIN:
+            raise ProcessFailed("killed by SIGSEGV", None)
+
+    def fail(job: RoundJob) -> RoundResult:
+        names = [task.variant for task in job.tasks]
+        failures = {name: "no memory" for name in names if name == TRAINSTEP}
+        return timed([name for name in names if name not in failures], failures)
+
+    pretender = Pretender(on_profile=crash, on_round=fail)
+    run(replace(context, phases=True), pretender)
+    assert pretender.divided() == [(case.name, EAGER) for case in CASES]
+    assert context.progress is not None
+    begin, *done = [json.loads(line) for line in context.progress.read_text().splitlines()]
+    assert sorted(begin["steps"]) == sorted([event["case"], event["part"]] for event in done)
+    passed_over = [event for event in done if event["seconds"] is None]
+    assert [event["part"] for event in passed_over] == [f"phases of {name}" for name in (DROPIN, TRAINSTEP)] * 2
+    assert passed_over[0]["line"].endswith(f"phases of {DROPIN}: not told apart, as it failed")
+
+
 def test_a_resumed_run_tells_apart_what_was_not(context: Context) -> None:
     def fail(job: PhasesJob) -> None:
         if job.task.variant == DROPIN:
