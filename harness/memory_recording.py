@@ -23,13 +23,13 @@ _MOST_EVENTS = 200_000
 def recorded_step(step: Callable[[], object], device: torch.device) -> RecordedStep | str:
     """Takes a step on the current device and records it; why there is no record where there is none.
 
-    Nothing is raised, neither by torch's recording nor by the step: it is one more, and what was measured before stands.
+    Nothing is raised, neither by torch's recording nor by the step: it is one more, and what was measured stands.
     """
     if device.type != "cuda":
         return ON_THE_CPU
     try:
         return _recorded(step, device)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a variant may raise anything
         reason = describe(error).splitlines()[0]
         return f"a step could not be recorded with torch {torch.__version__}: {reason}"
 
