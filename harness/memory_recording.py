@@ -15,7 +15,7 @@ import torch
 
 from harness import memory
 from harness.failures import describe
-from harness.memory_timeline import ON_THE_CPU, RecordedStep
+from harness.memory_timeline import ON_THE_CPU, RecordedStep, graph_ranges
 
 _MOST_EVENTS = 200_000
 
@@ -37,6 +37,7 @@ def recorded_step(step: Callable[[], object], device: torch.device) -> RecordedS
 def _recorded(step: Callable[[], object], device: torch.device) -> RecordedStep | str:
     torch.cuda.synchronize(device)
     allocated, reserved = memory.in_use(device)
+    graphs = graph_ranges(torch.cuda.memory_snapshot())
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS)
     try:
         begin_us = time.time_ns() / 1e3
@@ -49,4 +50,4 @@ def _recorded(step: Callable[[], object], device: torch.device) -> RecordedStep 
     events = snapshot["device_traces"][torch.cuda.current_device()]
     if len(events) >= _MOST_EVENTS:
         return f"a step has {_MOST_EVENTS:,} allocations or more, and no more are recorded"
-    return RecordedStep(events, begin_us, end_us, allocated, reserved)
+    return RecordedStep(events, begin_us, end_us, allocated, reserved, graphs)

@@ -9,6 +9,7 @@ from harness.memory_timeline import ON_THE_CPU, RecordedStep, memory_timeline
 
 CUDA = torch.device("cuda")
 _MIB = 2**20
+GRAPH = {"segment_pool_id": (0, 1), "address": 1000, "total_size": 24}
 
 
 def no_step() -> None:
@@ -28,6 +29,7 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         monkeypatch.setattr(memory, "in_use", lambda device: (1, 2))
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [GRAPH, {"segment_pool_id": (0, 0)}])
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"device_traces": [[], self.events]})
 
@@ -40,6 +42,7 @@ def test_recording_ends_whatever_the_step_does(monkeypatch: pytest.MonkeyPatch) 
     found = recorded_step(lambda: recorder.calls.append("step"), CUDA)
     assert isinstance(found, RecordedStep)
     assert (found.events, found.allocated_bytes, found.reserved_bytes) == (recorder.events, 1, 2)
+    assert found.graph_ranges == ((1000, 1024),)
     assert found.begin_us <= found.end_us
     assert recorder.calls == ["all", "step", None]
 
@@ -113,6 +116,21 @@ def test_a_step_s_memory_is_recorded() -> None:
     assert [time for time, _, _ in timeline.points] == sorted(time for time, _, _ in timeline.points)
     assert 0 < timeline.step_us < 60e6
     del held
+
+
+@pytest.mark.gpu
+def test_what_is_given_back_to_a_graph_s_pool_stays_in_use() -> None:
+    graph = torch.cuda.CUDAGraph()
+    x = torch.ones(4 * _MIB, device=CUDA)
+    results = []
+    with torch.cuda.graph(graph):
+        results.append((x + 1).exp())
+    recorded = recorded_step(results.clear, CUDA)
+    assert isinstance(recorded, RecordedStep)
+    allocated = [size for _, size, _ in memory_timeline(recorded).points]
+    assert set(allocated) == {memory.in_use(CUDA)[0]}
+    graph.replay()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
