@@ -256,9 +256,8 @@ def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
 
 
 def timed_block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
-    """One block of so many steps, behind a lead-in where it is long enough for one."""
-    has_one = steps >= profiles.LEAD_IN_FROM_STEPS[device.type]
-    return time_block(run, steps, device, lead_in=min(steps, profiles.LEAD_IN_STEPS[device.type]) if has_one else 0)
+    """One block of so many steps, behind its lead-in."""
+    return time_block(run, steps, device, lead_in=profiles.lead_in_steps(device.type, steps))
 
 
 def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:
