@@ -30,6 +30,13 @@ PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, WHOLE, OTHER)
 MOST_TRACE_BYTES = 2**20
 """A trace that is kept is no larger, compressed."""
 
+_KEPT_PARTS = (
+    (2, True, None),
+    (1, True, "one step only"),
+    (1, False, "one step only, without the host's operators"),
+)
+"""How many of the last steps are kept, whether with the host's operators, and how that is told."""
+
 _PREFIX = "harness: phase "
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -63,10 +70,10 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class KeptTrace:
-    """A part of a trace: gzip-compressed JSON, and how many steps are in it. None and the reason where none is kept."""
+    """A part of a trace, gzip-compressed JSON, and what it has where it was shortened; None and the reason for none."""
 
     content: bytes | None
-    num_steps: int
+    shortened: str | None
     missing: str | None
 
 
@@ -113,7 +120,7 @@ def kept_trace(trace: Mapping[str, object], most_bytes: int = MOST_TRACE_BYTES) 
     steps = sorted(_time(event, "ts") for event in _ranges(events) if event.get("name") == STEP)
     fields = {name: trace[name] for name in _TRACE_FIELDS if name in trace}
     size = 0
-    for num_steps, has_detail in ((2, True), (1, True), (1, False)):
+    for num_steps, has_detail, shortened in _KEPT_PARTS:
         window = (steps[-1 - num_steps], steps[-1]) if len(steps) > num_steps else None
         if window is None:
             continue
@@ -122,10 +129,12 @@ def kept_trace(trace: Mapping[str, object], most_bytes: int = MOST_TRACE_BYTES) 
         content = gzip.compress(document.encode(), mtime=0)
         size = len(content)
         if size <= most_bytes:
-            return KeptTrace(content, num_steps, None)
+            return KeptTrace(content, shortened, None)
     if not size:
-        return KeptTrace(None, 0, "the trace has no whole step")
-    return KeptTrace(None, 0, f"a single step takes {size:,} bytes, compressed; no more than {most_bytes:,} are kept")
+        return KeptTrace(None, None, "the trace has no whole step")
+    return KeptTrace(
+        None, None, f"a single step takes {size:,} bytes, compressed; no more than {most_bytes:,} are kept"
+    )
 
 
 def _wall_times(phases: Sequence[tuple[float, float, str]], steps: Sequence[float]) -> dict[str, list[float]]:

@@ -437,7 +437,7 @@ def _phases_record(case: Case, task: Task, result: PhasesResult | str, trace: st
         "phases_s": {phase: list(times) for phase, times in result.times.phases_s.items()},
         "host_gap_s": None if gap is None else list(gap),
         "trace": trace,
-        "trace_steps": result.trace.num_steps,
+        "trace_shortened": result.trace.shortened,
         "trace_missing": result.trace.missing,
     }
 

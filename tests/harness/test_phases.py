@@ -217,7 +217,7 @@ def test_of_a_trace_the_last_steps_are_kept_with_what_they_launched() -> None:
     names: list[Event] = [{"ph": "M", "name": "thread_name", "ts": 0, "args": {"name": "python"}}]
     spans: list[Event] = [{"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "ts": 210, "dur": 900}]
     found = kept_trace(trace(names, spans, *(step(100 * index, LOOP) for index in range(5)), ran(works), flows))
-    assert (found.num_steps, found.missing) == (2, None)
+    assert (found.shortened, found.missing) == (None, None)
     document = kept(found.content)
     assert set(document) == {"schemaVersion", "traceEvents"}, "nothing of the machine"
     events = document["traceEvents"]
@@ -233,11 +233,15 @@ def test_a_large_trace_is_kept_in_part_or_with_the_reason_not_at_all() -> None:
         *(step(100 * index, LOOP) for index in range(4)), *(operators(100 * index, 300) for index in range(4))
     )
     two, one, bare = (kept_trace(whole, most) for most in (2**20, 5_000, 1_000))
-    assert (two.num_steps, one.num_steps, bare.num_steps) == (2, 1, 1)
+    assert [part.shortened for part in (two, one, bare)] == [
+        None, "one step only", "one step only, without the host's operators",
+    ]  # fmt: skip
+    counts = [sum(event["name"] == STEP for event in kept(part.content)["traceEvents"]) for part in (two, one, bare)]
+    assert counts == [2, 1, 1]
     assert any(event["cat"] == "cpu_op" for event in kept(one.content)["traceEvents"])
     assert not any(event["cat"] == "cpu_op" for event in kept(bare.content)["traceEvents"])
     nothing = kept_trace(whole, 10)
-    assert (nothing.content, nothing.num_steps) == (None, 0)
+    assert (nothing.content, nothing.shortened) == (None, None)
     assert nothing.missing is not None
     assert "no more than 10 are kept" in nothing.missing
     assert kept_trace(trace(step(0, LOOP))).missing == "the trace has no whole step"

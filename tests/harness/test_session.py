@@ -61,7 +61,7 @@ class Pretender(Launcher):
 
 
 DIVIDED = PhasesResult(
-    PhaseTimes("wall", {"forward": (0.1, 0.2), "other": (0.0, 0.1)}, None), KeptTrace(b"a trace", 2, None)
+    PhaseTimes("wall", {"forward": (0.1, 0.2), "other": (0.0, 0.1)}, None), KeptTrace(b"a trace", "one step only", None)
 )
 
 
@@ -495,6 +495,7 @@ def test_phases_are_told_apart_on_request_after_everything_else_of_a_case(contex
     assert entry.phases_s == {"forward": (0.1, 0.2), "other": (0.0, 0.1)}
     assert (entry.host_gap_s, entry.failure, entry.trace_missing) == (None, None, None)
     assert entry.trace is not None
+    assert entry.trace_shortened == "one step only"
     assert (context.results / "here" / entry.trace).read_bytes() == b"a trace"
     assert len(traces(context)) == 6
     assert context.progress is not None
@@ -552,7 +553,7 @@ def test_a_trace_replaces_that_of_an_earlier_run_and_one_that_is_too_large_is_no
     assert len(first) == len(second) == 6
     assert not set(first) & set(second)
 
-    missing = replace(DIVIDED, trace=KeptTrace(None, 0, "a single step takes 9 bytes"))
+    missing = replace(DIVIDED, trace=KeptTrace(None, None, "a single step takes 9 bytes"))
     _, history = run(replace(context, phases=True), Pretender(on_phases=lambda job: missing))
     newest = history.phases(COMMIT)[-1]
     assert (newest.trace, newest.trace_missing) == (None, "a single step takes 9 bytes")

@@ -59,6 +59,23 @@ def test_a_trace_that_is_there_is_linked_from_the_page_s_folder(tmp_path: Path) 
     assert not any(row[-2].link for row in phase_table(comparison).rows)
 
 
+def test_of_a_trace_that_was_shortened_the_remark_says_what_it_has(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    case = sample.case_fields("mlp", 64, "cuda")
+    record = sample.phases_record("later", case, "eager_fp32", 1.0) | {"trace_shortened": "one step only"}
+    append_run(tmp_path, "later", record, hours=1)
+
+    def remarks() -> list[str]:
+        table = phase_table(compared(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path))
+        return [row[-1].text for row in table.rows]
+
+    assert not any("the trace has" in remark for remark in remarks()), "its file is not here"
+    path = tmp_path / sample.GPU_MACHINE / str(record["trace"])
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    assert [remark for remark in remarks() if "the trace has" in remark] == ["the trace has one step only"]
+
+
 def test_a_terminal_shows_them_where_they_were_asked_for(gpu: Comparison) -> None:
     told = render.text(gpu)
     assert "Phases of a step, profiled" in told
