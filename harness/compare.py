@@ -228,7 +228,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     base_commit, head_commit = choose_commits(history, base, head, store.root)
     history = history.without_snapshots(but=filter(None, (base_commit, head_commit)))
     comparison = compare(
-        history, base_commit, head_commit, folder=store.root, margin=margins["ratio"], pages=_commit_pages()
+        history, base_commit, head_commit, folder=store.root, margin=margins["ratio"], pages=_commit_pages(store.root)
     )
     runs = history.runs(head_commit)
     sources = {name: source for run in runs for name, source in run.workloads.items()}
@@ -311,12 +311,13 @@ def _store(options: argparse.Namespace) -> Store:
     return Store(options.results or project.here().results)
 
 
-def _commit_pages() -> CommitPages:
-    """Those of this project; results may also be looked at where there is none."""
+def _commit_pages(results: Path) -> CommitPages:
+    """Those of this project for its own results. The commits of others, which may be looked at too, are not there."""
     try:
-        return commit_pages(project.here().configuration)
+        of = project.here()
     except ProjectError:
         return NO_PAGES
+    return commit_pages(of.configuration) if results.resolve() == of.results.resolve() else NO_PAGES
 
 
 def _of_models(history: History, models: Sequence[str]) -> History:

@@ -19,7 +19,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from harness import names, records, selection, stats, store
+from harness import names, selection, stats, store
 from harness.catalogue import FOLDER, Stamp, code_digest, keep
 from harness.names import is_product, reference_of
 from harness.selection import Case, Measurement
@@ -164,7 +164,7 @@ def _points(measured: Measurement) -> Iterator[tuple[Key, tuple[float, float, fl
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    return code_digest([sys.modules[__name__], names, records, selection, stats, store])
+    return code_digest([sys.modules[__name__], names, selection, stats, *store.reader_modules()])
 
 
 def _encoded(index: _Index) -> bytes:

@@ -144,16 +144,17 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     for _ in range(max(_STEADY_STEPS, job.case.loss_steps - losses.steps)):
         losses.step(training)
     synchronize(device)
-    peak = memory.peak(device)
+    peak, curve, status = memory.peak(device), losses.values(), training.status()
     note(f"recording the memory of a step of {variant.name}")
+    # Last, as a step that fails may take the device with it.
     recorded = recorded_step(lambda: training.run(1), device)
     compiled = variant.compile_mode is not None or variant.is_kitsune
     return ProfileResult(
         setup_s,
         ("cold" if cold else "warm") if compiled else None,
         peak,
-        losses.values(),
-        training.status(),
+        curve,
+        status,
         recorded if isinstance(recorded, str) else memory_timeline(recorded),
     )
 
@@ -255,9 +256,8 @@ def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
 
 
 def timed_block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
-    """One block of so many steps, behind a lead-in where it is long enough for one."""
-    has_one = steps >= profiles.LEAD_IN_FROM_STEPS[device.type]
-    return time_block(run, steps, device, lead_in=min(steps, profiles.LEAD_IN_STEPS[device.type]) if has_one else 0)
+    """One block of so many steps, behind its lead-in."""
+    return time_block(run, steps, device, lead_in=profiles.lead_in_steps(device.type, steps))
 
 
 def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:

@@ -14,24 +14,31 @@ from collections.abc import Callable
 import torch
 
 from harness import memory
-from harness.memory_timeline import ON_THE_CPU, RecordedStep
+from harness.failures import describe
+from harness.memory_timeline import ON_THE_CPU, RecordedStep, graph_ranges
 
 _MOST_EVENTS = 200_000
 
 
 def recorded_step(step: Callable[[], object], device: torch.device) -> RecordedStep | str:
-    """Takes a step on the current device and records it; why that is impossible where it is, and then none is taken.
+    """Takes a step on the current device and records it; why there is no record where there is none.
 
-    Whatever the step raises is raised.
+    Nothing is raised, neither by torch's recording nor by the step: it is one more, and what was measured stands.
     """
     if device.type != "cuda":
         return ON_THE_CPU
+    try:
+        return _recorded(step, device)
+    except Exception as error:  # noqa: BLE001  # a variant may raise anything
+        reason = describe(error).splitlines()[0]
+        return f"a step could not be recorded with torch {torch.__version__}: {reason}"
+
+
+def _recorded(step: Callable[[], object], device: torch.device) -> RecordedStep | str:
     torch.cuda.synchronize(device)
     allocated, reserved = memory.in_use(device)
-    try:
-        torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS)
-    except (AttributeError, TypeError, RuntimeError) as error:
-        return f"torch {torch.__version__} does not record its allocations: {error}"
+    graphs = graph_ranges(torch.cuda.memory_snapshot())
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS)
     try:
         begin_us = time.time_ns() / 1e3
         step()
@@ -43,4 +50,4 @@ def recorded_step(step: Callable[[], object], device: torch.device) -> RecordedS
     events = snapshot["device_traces"][torch.cuda.current_device()]
     if len(events) >= _MOST_EVENTS:
         return f"a step has {_MOST_EVENTS:,} allocations or more, and no more are recorded"
-    return RecordedStep(events, begin_us, end_us, allocated, reserved)
+    return RecordedStep(events, begin_us, end_us, allocated, reserved, graphs)

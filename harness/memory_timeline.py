@@ -34,7 +34,8 @@ class MemoryTimeline:
 class RecordedStep:
     """What the allocator did in a step, event by event as torch tells it, and how things stood before.
 
-    Times are microseconds since the epoch.
+    Times are microseconds since the epoch. ``allocated_bytes`` counts the memory at the addresses of ``graph_ranges``
+    (begin and end) as a whole.
     """
 
     events: Sequence[Mapping[str, object]]
@@ -42,12 +43,14 @@ class RecordedStep:
     end_us: float
     allocated_bytes: int
     reserved_bytes: int
+    graph_ranges: Sequence[tuple[int, int]] = ()
 
 
 def memory_timeline(step: RecordedStep) -> MemoryTimeline:
     """The bytes in use after each event; of those at the same time, after the last.
 
     Memory counts as given back when that is asked for, as in torch's statistics, not when the device is done with it.
+    What is taken of and given back to a captured graph's pool, as its results are, counts in the pool already.
     """
     allocated, reserved = step.allocated_bytes, step.reserved_bytes
     points: list[Point] = [(0.0, allocated, reserved)]
@@ -55,6 +58,8 @@ def memory_timeline(step: RecordedStep) -> MemoryTimeline:
         action = str(event.get("action"))
         size, time = event.get("size"), event.get("time_us")
         if not isinstance(size, int) or not isinstance(time, (int, float)):
+            continue
+        if action in _ALLOCATED and _is_within(event.get("addr"), step.graph_ranges):
             continue
         if action in _ALLOCATED:
             allocated += _ALLOCATED[action] * -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -84,14 +89,26 @@ def graph_split_bytes(segments: Iterable[Mapping[str, object]]) -> int:
         if not _is_of_graph(segment) or not isinstance(blocks, list):
             continue
         idle = [block["size"] for block in blocks if block["state"] == "inactive"]
-        total += sum(size for size in idle if size < _bytes(segment, "total_size"))
+        total += sum(size for size in idle if size < _whole(segment, "total_size"))
     return total
 
 
 def idle_graph_bytes(segments: Iterable[Mapping[str, object]]) -> int:
     """Bytes in the pools of captured graphs that hold no tensor at the moment, of such segments."""
     private = [segment for segment in segments if _is_of_graph(segment)]
-    return sum(_bytes(segment, "total_size") - _bytes(segment, "allocated_size") for segment in private)
+    return sum(_whole(segment, "total_size") - _whole(segment, "allocated_size") for segment in private)
+
+
+def graph_ranges(segments: Iterable[Mapping[str, object]]) -> tuple[tuple[int, int], ...]:
+    """The addresses of the pools of captured graphs, beginning and end, of such segments."""
+    private = [segment for segment in segments if _is_of_graph(segment)]
+    return tuple(
+        (_whole(segment, "address"), _whole(segment, "address") + _whole(segment, "total_size")) for segment in private
+    )
+
+
+def _is_within(address: object, ranges: Iterable[tuple[int, int]]) -> bool:
+    return isinstance(address, int) and any(begin <= address < end for begin, end in ranges)
 
 
 def _is_of_graph(segment: Mapping[str, object]) -> bool:
@@ -100,7 +117,7 @@ def _is_of_graph(segment: Mapping[str, object]) -> bool:
     return tuple(pool) != (0, 0)
 
 
-def _bytes(segment: Mapping[str, object], name: str) -> int:
+def _whole(segment: Mapping[str, object], name: str) -> int:
     value = segment[name]
     assert isinstance(value, int)
     return value

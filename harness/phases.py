@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,13 @@ PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, WHOLE, OTHER)
 MOST_TRACE_BYTES = 2**20
 """A trace that is kept is no larger, compressed."""
 
+_KEPT_PARTS = (
+    (2, True, None),
+    (1, True, "one step only"),
+    (1, False, "one step only, without the host's operators"),
+)
+"""How many of the last steps are kept, whether with the host's operators, and how that is told."""
+
 _PREFIX = "harness: phase "
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -36,6 +44,9 @@ _TRACE_FIELDS = ("schemaVersion", "displayTimeUnit", "baseTimeNanoseconds", "dev
 """What is kept of a trace besides its events; its other fields tell of the machine's name and paths."""
 _HOST_DETAIL = ("cpu_op", "fwdbwd", "python_function")
 _GAP = "host gap"
+_NO_CORRELATION = -1
+_UNSEEN = (-math.inf, -math.inf)
+"""When a call began and ended that the trace does not have."""
 _US = 1e-6
 
 
@@ -59,16 +70,19 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class KeptTrace:
-    """A part of a trace: gzip-compressed JSON, and how many steps are in it. None and the reason where none is kept."""
+    """A part of a trace, gzip-compressed JSON, and what it has where it was shortened; None and the reason for none."""
 
     content: bytes | None
-    num_steps: int
+    shortened: str | None
     missing: str | None
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Something that the device did, and the call of the host that launched it. Times are microseconds."""
+    """Something that the device did, and the call of the host that launched it. Times are microseconds.
+
+    Where the trace lacks that call, it was launched before all else: in time, in no step and in no phase.
+    """
 
     start: float
     end: float
@@ -106,7 +120,7 @@ def kept_trace(trace: Mapping[str, object], most_bytes: int = MOST_TRACE_BYTES) 
     steps = sorted(_time(event, "ts") for event in _ranges(events) if event.get("name") == STEP)
     fields = {name: trace[name] for name in _TRACE_FIELDS if name in trace}
     size = 0
-    for num_steps, has_detail in ((2, True), (1, True), (1, False)):
+    for num_steps, has_detail, shortened in _KEPT_PARTS:
         window = (steps[-1 - num_steps], steps[-1]) if len(steps) > num_steps else None
         if window is None:
             continue
@@ -115,10 +129,12 @@ def kept_trace(trace: Mapping[str, object], most_bytes: int = MOST_TRACE_BYTES) 
         content = gzip.compress(document.encode(), mtime=0)
         size = len(content)
         if size <= most_bytes:
-            return KeptTrace(content, num_steps, None)
+            return KeptTrace(content, shortened, None)
     if not size:
-        return KeptTrace(None, 0, "the trace has no whole step")
-    return KeptTrace(None, 0, f"a single step takes {size:,} bytes, compressed; no more than {most_bytes:,} are kept")
+        return KeptTrace(None, None, "the trace has no whole step")
+    return KeptTrace(
+        None, None, f"a single step takes {size:,} bytes, compressed; no more than {most_bytes:,} are kept"
+    )
 
 
 def _wall_times(phases: Sequence[tuple[float, float, str]], steps: Sequence[float]) -> dict[str, list[float]]:
@@ -156,7 +172,7 @@ def _device_times(
     starts = [start for start, _, _ in phases]
     cursor, earlier = begins[0], None
     for item in sorted(work, key=lambda item: (item.start, item.correlation)):
-        if item.start < begins[0] or item.start > begins[-1]:
+        if item.end <= begins[0] or item.start > begins[-1]:
             continue
         name = _phase_at(phases, starts, item.launch)
         if item.start > cursor:
@@ -192,19 +208,19 @@ def _phase_starts(events: Iterable[Event]) -> list[tuple[float, float, str]]:
 
 
 def _work(events: Iterable[Event]) -> list[_Work]:
-    """What the device did and of which the launching call was seen."""
+    """What the device did, with the launching calls that were seen."""
     calls = {
-        correlation: (_time(event, "ts"), _time(event, "ts") + _time(event, "dur"))
+        _correlation(event): (_time(event, "ts"), _time(event, "ts") + _time(event, "dur"))
         for event in events
-        if event.get("cat") in _LAUNCHES and (correlation := _correlation(event)) is not None
+        if event.get("cat") in _LAUNCHES and _correlation(event) != _NO_CORRELATION
     }
-    return [
-        _Work(_time(event, "ts"), _time(event, "ts") + _time(event, "dur"), *calls[correlation], correlation)
-        for event in events
-        if event.get("cat") in _DEVICE_WORK
-        and (correlation := _correlation(event)) is not None
-        and correlation in calls
-    ]
+    works = []
+    for event in events:
+        if event.get("cat") in _DEVICE_WORK:
+            start, correlation = _time(event, "ts"), _correlation(event)
+            launch, launched = calls.get(correlation, _UNSEEN)
+            works.append(_Work(start, start + _time(event, "dur"), launch, launched, correlation))
+    return works
 
 
 def _between(events: Sequence[Event], begin: float, end: float) -> Iterator[Event]:
@@ -213,7 +229,7 @@ def _between(events: Sequence[Event], begin: float, end: float) -> Iterator[Even
         _correlation(event)
         for event in events
         if event.get("cat") in _LAUNCHES and begin <= _time(event, "ts") < end
-    } - {None}  # fmt: skip
+    } - {_NO_CORRELATION}  # fmt: skip
     device = [
         (_time(event, "ts"), _time(event, "ts") + _time(event, "dur"))
         for event in events
@@ -255,7 +271,8 @@ def _time(event: Event, name: str) -> float:
     return float(value)
 
 
-def _correlation(event: Event) -> int | None:
+def _correlation(event: Event) -> int:
+    """What work on the device and the call that launched it have in common."""
     details = event.get("args")
     value = details.get("correlation") if isinstance(details, Mapping) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) else _NO_CORRELATION

@@ -33,11 +33,6 @@ THROTTLE_RETRIES = 5
 """How many turns of a round are repeated at most because the GPU was throttled in them."""
 WARM_UP_BLOCK_SECONDS = 0.02
 
-LEAD_IN_FROM_STEPS = {"cpu": 4, "cuda": 1}
-LEAD_IN_STEPS = {"cpu": 1, "cuda": 4}
-"""A block of at least so many steps begins with some that are not timed, no more than it times: the variant before it
-left the caches cold, and on a GPU the host has yet to get ahead of the device."""
-
 CURVE_POINTS = 50
 """A loss curve keeps about so many points."""
 
@@ -197,6 +192,16 @@ _EARLIER = tuple(
     for precision in ("fp32", "amp")
 )
 """What the quick profile on CUDA measures at the commits before HEAD: what may have changed, and what to hold it to."""
+
+
+def lead_in_steps(device_type: str, steps: int) -> int:
+    """How many steps that are not timed come before a block of so many that are, and never more than these.
+
+    The variant before it left the caches cold; and on a GPU the host has yet to get ahead of the device.
+    """
+    if device_type == "cuda":
+        return min(steps, 4)
+    return 1 if steps >= 4 else 0
 
 
 def effort(profile: Name, device_type: DeviceType) -> Effort:

@@ -45,8 +45,8 @@ class ProgressFile:
         """What is going to be measured of a commit."""
         self._append({"commit": commit, "steps": [[step.case, step.part] for step in steps]})
 
-    def done(self, commit: str, step: Step, line: str, seconds: float) -> None:
-        """A step has ended after so many seconds; ``line`` says how, for a reader."""
+    def done(self, commit: str, step: Step, line: str, seconds: float | None) -> None:
+        """A step has ended after so many seconds, None for one that falls away; ``line`` says how, for a reader."""
         self._append({"commit": commit, "case": step.case, "part": step.part, "line": line, "seconds": seconds})
 
     def problem(self, commit: str, text: str) -> None:
@@ -116,8 +116,8 @@ class Watch:
             self.problems.append((commit, str(event["problem"])))
             return f"{commit[:8]} ended with an error: {str(event['problem']).splitlines()[0]}"
         step, seconds = Step(str(event["case"]), str(event["part"])), event["seconds"]
-        assert isinstance(seconds, float)
-        self._seen.setdefault(step, []).append(seconds)
+        if isinstance(seconds, float):
+            self._seen.setdefault(step, []).append(seconds)
         outstanding = self._outstanding.get(commit, [])
         if step in outstanding:
             outstanding.remove(step)

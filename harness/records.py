@@ -144,8 +144,9 @@ class Phases:
 
     ``phases_s`` has one entry for each profiled step, in each of the phases that the step has; with those of
     ``host_gap_s`` (None where the ``clock`` is "wall": a CPU) they add up to the step. ``trace`` is the file with the
-    last of these steps, below the machine's folder, or else ``trace_missing`` says why there is none. Where the
-    profiling failed, ``failure`` says why, and there is nothing else.
+    last two of these steps, below the machine's folder; where it was shortened, ``trace_shortened`` says what it has,
+    and where there is none, ``trace_missing`` says why. Where the profiling failed, ``failure`` says why, and there is
+    nothing else.
     """
 
     run: str
@@ -159,6 +160,7 @@ class Phases:
     phases_s: Mapping[str, tuple[float, ...]]
     host_gap_s: tuple[float, ...] | None
     trace: str | None
+    trace_shortened: str | None
     trace_missing: str | None
     failure: str | None
 
@@ -330,6 +332,7 @@ def _phases(fields: Mapping[str, object]) -> Phases:
         phases_s=times,
         host_gap_s=gap,
         trace=trace,
+        trace_shortened=_optional_text(fields, "trace_shortened"),
         trace_missing=_optional_text(fields, "trace_missing"),
         failure=failure,
     )

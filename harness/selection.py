@@ -31,7 +31,8 @@ class Case:
 class Measurement:
     """The runs of one commit that may be pooled, and what they measured.
 
-    ``left_out`` are runs of the same commit in another environment than the newest one.
+    ``left_out`` are runs of the same commit in another environment than the newest one. ``phases`` are the newest that
+    were told apart, and failures where that never succeeded.
     """
 
     commit: str
@@ -82,6 +83,8 @@ def measurement(history: History, commit: str, runs: Sequence[Run] | None = None
     profiles = {(_case(entry), entry.variant): entry for entry in all_profiles}
     timed = {(case, variant) for case, entries in rounds.items() for entry in entries for variant in entry.blocks}
     skips = {(_case(entry), entry.variant): entry for entry in history.skips(commit) if entry.run in names}
+    divisions = [entry for entry in history.phases(commit) if entry.run in names]
+    failed_first = sorted(divisions, key=lambda entry: entry.failure is None)
     return Measurement(
         commit=commit,
         runs=pooled,
@@ -90,7 +93,7 @@ def measurement(history: History, commit: str, runs: Sequence[Run] | None = None
         profiles=profiles,
         skips={key: skip for key, skip in skips.items() if key not in timed or _is_loss(skip, pooled[-1])},
         all_profiles=all_profiles,
-        phases={(_case(entry), entry.variant): entry for entry in history.phases(commit) if entry.run in names},
+        phases={(_case(entry), entry.variant): entry for entry in failed_first},
     )
 
 
@@ -157,7 +160,8 @@ def choose_commits(history: History, base: str | None, head: str | None, folder:
 
 
 def choose_measurements(history: History, base: str | None, head: str) -> tuple[Measurement | None, Measurement]:
-    """The measurements of the commits; a commit against itself is its newest run against the runs before it.
+    """The measurements of the commits; a commit against itself is its newest run against the runs before it,
+    of those that timed something: others have only divided steps, or found nothing that could run.
 
     Raises:
         ComparisonError: a commit is to be compared with itself, but was measured only once.
@@ -166,7 +170,8 @@ def choose_measurements(history: History, base: str | None, head: str) -> tuple[
         return None, measurement(history, head)
     if base != head:
         return measurement(history, base), measurement(history, head)
-    runs = history.runs(head)
+    timed = {entry.run for entry in history.rounds(head)}
+    runs = [run for run in history.runs(head) if run.run in timed]
     if len(runs) < 2:
         raise ComparisonError(f"commit {head[:8]} was measured once; measure it again to compare it with itself")
     return measurement(history, head, runs[:-1]), measurement(history, head, runs[-1:])

@@ -178,8 +178,12 @@ class Session:
         for task in self._to_profile(case, tasks):
             self._profile(case, task, effort)
         runnable = self._time_case(case, self._without_failed(case, tasks), effort)
-        for task in self._to_divide(case, runnable):
-            self._divide(case, task, effort)
+        for task in self._to_divide(case, tasks):
+            if task in runnable:
+                self._divide(case, task, effort)
+            else:
+                step = phases_step(case.name, task.variant)
+                self._progress(step, f"phases of {task.variant}: not told apart, as it failed", None)
 
     def _time_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> tuple[Task, ...]:
         """As many rounds as there should be; the variants that came through all of them."""
@@ -361,12 +365,16 @@ class Session:
         self._store.append(self._context.machine, self._context.commit, fields)
         self._run_record = None
 
-    def _progress(self, step: Step, what: str, begin: float) -> None:
-        """Says what was done, to asv, which takes a silent process for hung, and to whoever watches the progress."""
+    def _progress(self, step: Step, what: str, begin: float | None) -> None:
+        """Says what was done, to asv, which takes a silent process for hung, and to whoever watches the progress.
+
+        Args:
+            begin: when the step began; None for one that falls away.
+        """
         self._steps_done += 1
-        seconds = time.monotonic() - begin
+        seconds = None if begin is None else time.monotonic() - begin
         position = f"{self._context.commit[:8]} {self._steps_done:>3}/{self._steps}"
-        line = f"{position}  {step.case:<14} {what}  [{seconds:.1f} s]"
+        line = f"{position}  {step.case:<14} {what}{'' if seconds is None else f'  [{seconds:.1f} s]'}"
         print(line, flush=True)
         self._progress_file.done(self._context.commit, step, line, seconds)
 
@@ -429,7 +437,7 @@ def _phases_record(case: Case, task: Task, result: PhasesResult | str, trace: st
         "phases_s": {phase: list(times) for phase, times in result.times.phases_s.items()},
         "host_gap_s": None if gap is None else list(gap),
         "trace": trace,
-        "trace_steps": result.trace.num_steps,
+        "trace_shortened": result.trace.shortened,
         "trace_missing": result.trace.missing,
     }
 

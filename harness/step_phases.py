@@ -17,8 +17,9 @@ from harness.selection import Case, Measurement
 class StepPhases:
     """The phases of a step, means over the profiled steps in seconds; with the host gap they add up to the step.
 
-    ``host_gap_s`` is None where there is no device that could wait. ``trace`` is a file, or ``trace_missing`` says why
-    there is none.
+    ``host_gap_s`` is None where there is no device that could wait. ``trace`` is a file, of
+    which ``trace_shortened`` says what it has where that is less than two steps, or ``trace_missing`` says why there is
+    none.
     """
 
     case: Case
@@ -28,6 +29,7 @@ class StepPhases:
     seconds: Mapping[str, float]
     host_gap_s: float | None
     trace: Path | None
+    trace_shortened: str | None
     trace_missing: str | None
 
     @property
@@ -74,6 +76,7 @@ def step_phases(measured: Measurement, folder: Path) -> tuple[StepPhases | NoPha
                 seconds={phase: fmean(times) for phase, times in entry.phases_s.items()},
                 host_gap_s=None if entry.host_gap_s is None else fmean(entry.host_gap_s),
                 trace=trace,
+                trace_shortened=entry.trace_shortened,
                 trace_missing=entry.trace_missing or gone,
             )
         )

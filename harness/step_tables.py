@@ -189,6 +189,7 @@ def _phase_remark(entry: StepPhases) -> str:
     told = [
         "one phase: the step runs as one thing" if entry.is_whole else None,
         "the host's time" if entry.host_gap_s is None else None,
+        None if None in (entry.trace, entry.trace_shortened) else f"the trace has {entry.trace_shortened}",
         None if entry.trace_missing is None else f"no trace: {formats.one_line(entry.trace_missing)}",
     ]
     return "; ".join(part for part in told if part)

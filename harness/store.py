@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
-from harness import records
+from harness import memory_timeline, phases, profiles, records
 from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
@@ -372,9 +373,14 @@ def _contents(path: Path, commit: str, at: Stamp, catalogue: Catalogue) -> tuple
     return measured.runs, damage
 
 
+def reader_modules() -> tuple[ModuleType, ...]:
+    """The modules that decide what is read of a file, and what is damaged in it."""
+    return sys.modules[__name__], records, memory_timeline, phases, profiles
+
+
 @lru_cache(maxsize=1)
 def _reader_digest() -> str:
-    return code_digest([sys.modules[__name__], records])
+    return code_digest(reader_modules())
 
 
 def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:

@@ -13,7 +13,7 @@ from harness.rows import Commit
 from harness.selection import Case
 from harness.tables import Cell, Column, Medium, Subject, Table
 
-_HARMLESS = re.compile(r"https?://[!-~]+|[A-Za-z0-9._~%/-]+")
+_HARMLESS = re.compile(r"(?i:https?)://[!-~]+|[A-Za-z0-9._~%/-]+")
 
 Commands = Mapping[tuple[Case, str], str]
 """For variants of cases the command that measures them again."""

@@ -23,7 +23,7 @@ def configured(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("value", [ADDRESS, "http://localhost:8000/cgit/commit/?id="])
+@pytest.mark.parametrize("value", [ADDRESS, "http://localhost:8000/cgit/commit/?id=", "HTTPS://x/"])
 def test_an_address_is_completed_by_the_hash(tmp_path: Path, value: str) -> None:
     pages = commit_pages(configured(tmp_path, json.dumps({"show_commit_url": value})))
     assert (pages.address("a" * 40), pages.problem) == (value + "a" * 40, None)
@@ -74,7 +74,7 @@ def test_markup_links_to_nothing_that_could_run(address: str) -> None:
     assert markup.linked("<it>", address) == "&lt;it&gt;"
 
 
-@pytest.mark.parametrize("address", ['https://x/?a="1"&b', "../results/a%20b/c.json.gz"])
+@pytest.mark.parametrize("address", ['https://x/?a="1"&b', 'HTTPS://x/?a="1"', "../results/a%20b/c.json.gz"])
 def test_markup_links_to_the_web_and_to_files_beside_it(address: str) -> None:
     assert markup.linked("it", address).startswith('<a href="')
     assert "&quot;" in markup.linked("it", address) or "%20" in markup.linked("it", address)
@@ -124,6 +124,19 @@ def test_the_command_takes_them_from_this_project(
         assert shown in page
         assert 'href="javascript' not in page
     assert "show_commit_url is 'javascript:alert(1)'" in capsys.readouterr().out
+
+
+def test_results_of_another_project_are_not_linked_to_this_one_s_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project, "here", lambda: Project(tmp_path, tmp_path, is_kitsune=True))
+    configured(tmp_path, json.dumps({"show_commit_url": ADDRESS}))
+    page = tmp_path / "report.html"
+    for name, is_linked in (("results", True), ("another's", False)):
+        sample.write_cpu_history(tmp_path / name)
+        monkeypatch.chdir(tmp_path)
+        assert compare.main(["--results", name, "--html", str(page)]) == 0
+        assert (ADDRESS in page.read_text()) == is_linked
 
 
 def test_this_project_s_configuration_can_be_read() -> None:

@@ -273,6 +273,10 @@ def test_the_variable_becomes_what_pip_installs(tmp_path: Path, address: str) ->
         ("kitsune", "::error title=KITSUNE_URL is no address::KITSUNE_URL is 'kitsune'; it must begin with https://"),
         ("git+https://x/y", "KITSUNE_URL is 'git+https://x/y'; it must begin with https://"),
         ("https://", "KITSUNE_URL is 'https://'; it must begin with https://"),
+        ("https://github.com/owner", "KITSUNE_URL is 'https://github.com/owner'; it must begin with https:// and name"),
+        ("https://<host>/<owner>/kitsune@<tag>", "no blanks and no angle brackets"),
+        ("https://github.com/owner/kitsune ", "KITSUNE_URL is 'https://github.com/owner/kitsune '; it must"),
+        ("https://github.com/owner/kitsune\nPATH=x", "kitsune PATH=x'; it must"),
     ],
 )
 def test_where_the_variable_is_unset_or_wrong_the_workflow_says_so_first(tmp_path: Path, value: str, told: str) -> None:

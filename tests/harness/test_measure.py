@@ -146,6 +146,14 @@ def test_long_blocks_follow_a_step_that_is_not_timed(log: list[tuple[str, int]])
     assert log == [("it", 3), ("it", 1), ("it", 4)]
 
 
+@pytest.mark.parametrize(("steps", "lead_in"), [(1, 0), (3, 0), (4, 1), (100, 1)])
+def test_on_a_cpu_a_long_block_begins_with_one_step(steps: int, lead_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(measure, "time_block", lambda *_, lead_in: lengths.append(lead_in))
+    measure.timed_block(lambda _: None, steps, CPU)
+    assert lengths == [lead_in]
+
+
 @pytest.mark.parametrize(("steps", "lead_in"), [(1, 1), (2, 2), (4, 4), (100, 4)])
 def test_on_a_gpu_the_host_gets_ahead_first(steps: int, lead_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else short blocks would measure how long the host takes to launch the first step."""

@@ -70,6 +70,24 @@ def test_memory_is_taken_and_given_back_when_the_host_asks_for_it() -> None:
     )
 
 
+def test_what_lies_in_a_graph_s_pool_counts_once() -> None:
+    """The pool counts as a whole from the beginning; that more memory is reserved for it is told all the same."""
+    events = [
+        {**event("free_requested", 2048, 5), "addr": 5000},
+        {**event("alloc", 1024, 6), "addr": 8999},
+        {**event("segment_alloc", MIB, 7), "addr": 5000},
+        {**event("alloc", 512, 8), "addr": 9000},
+        {**event("alloc", 512, 9), "addr": 4999},
+    ]
+    step = RecordedStep(events, EPOCH, EPOCH + 100, MIB, 2 * MIB, graph_ranges=((100, 200), (5000, 9000)))
+    assert memory_timeline(step).points == (
+        (0.0, MIB, 2 * MIB),
+        (7.0, MIB, 3 * MIB),
+        (8.0, MIB + 512, 3 * MIB),
+        (9.0, MIB + 1024, 3 * MIB),
+    )
+
+
 def test_clocks_that_differ_a_little_do_no_harm() -> None:
     found = timeline([event("alloc", 512, -3), event("alloc", 512, 130)], end=100)
     assert [time for time, _, _ in found.points] == [0.0, 130.0]

@@ -92,8 +92,46 @@ def test_what_one_launch_began_never_waits_for_the_host() -> None:
     assert us(found.host_gap_s) == [20, 20]
 
 
-def slowly(works: Sequence[Work], steps: Sequence[int]) -> list[dict[str, int]]:
-    """Every microsecond by itself. Phases as in ``LOOP``, which are those of the launches."""
+def test_work_that_runs_on_into_the_first_step_that_counts_is_part_of_it() -> None:
+    """On another stream, from before that step's first work until after it."""
+    works: list[Work] = []
+    for index in range(3):
+        begin = 100 * index
+        works += [
+            (begin + 10, begin + 20, begin + 1, begin + 3, 10 * index),
+            (begin + 90, begin + 150, begin + 65, begin + 67, 10 * index + 1),
+        ]
+    found = phase_times(trace(*(step(100 * index, LOOP) for index in range(3)), ran(works)), "device", skip=1)
+    assert us(found.phases_s[OPTIMIZER]) == [60]
+    assert us(found.host_gap_s) == [40]
+
+
+def test_work_whose_launch_was_not_seen_is_no_gap() -> None:
+    works: list[Work] = []
+    for index in range(3):
+        begin = 100 * index
+        works += [
+            (begin + 10, begin + 20, begin + 1, begin + 3, 10 * index),
+            (begin + 20, begin + 50, begin + 4, begin + 6, 10 * index + 1),
+            (begin + 60, begin + 70, begin + 25, begin + 55, 10 * index + 2),
+        ]
+    unseen = [work[4] for work in works if work[4] % 10 == 1]
+    kept: list[Event] = [
+        event
+        for event in ran(works)
+        if event["cat"] == "kernel" or event["args"]["correlation"] not in unseen  # type: ignore[index]
+    ]
+    bare: list[Event] = [{"ph": "X", "cat": "gpu_memset", "ts": 55, "dur": 2}]
+    events = trace(*(step(100 * index, LOOP) for index in range(3)), kept, bare)
+    found = phase_times(events, "device")
+    assert us(found.phases_s[FORWARD]) == [10, 10]
+    assert us(found.phases_s[BACKWARD]) == [13, 10]
+    assert us(found.phases_s[OTHER]) == [37, 30]
+    assert us(found.host_gap_s) == [40, 50]
+
+
+def slowly(works: Sequence[Work], steps: Sequence[int], skip: int) -> list[dict[str, int]]:
+    """Every microsecond of the steps from ``skip`` on by itself. Phases as in ``LOOP``: those of the launches."""
 
     def phase(call: int) -> str:
         since = call - max(start for start in steps if start <= call)
@@ -101,14 +139,14 @@ def slowly(works: Sequence[Work], steps: Sequence[int]) -> list[dict[str, int]]:
 
     first = [min(work[0] for work in works if low <= work[2] < high) for low, high in pairwise([*steps, 10**9])]
     counted = []
-    for begin, end in pairwise(first):
+    for begin, end in pairwise(first[skip:]):
         count: dict[str, int] = {}
         for tick in range(begin, end):
-            running = [work for work in works if work[0] <= tick < work[1] and work[0] >= first[0]]
+            running = [work for work in works if work[0] <= tick < work[1]]
             if running:
                 owner = phase(min(running, key=lambda work: (work[0], work[4]))[2])
             else:
-                done = max((w for w in works if first[0] <= w[0] <= tick), key=lambda w: (w[1], -w[0], -w[4]))
+                done = max((w for w in works if w[0] <= tick), key=lambda w: (w[1], -w[0], -w[4]))
                 following = min((w for w in works if w[0] > tick), key=lambda w: (w[0], w[4]))
                 late = following[3] > done[1] and following[4] != done[4]
                 owner = "gap" if late else phase(following[2])
@@ -117,8 +155,8 @@ def slowly(works: Sequence[Work], steps: Sequence[int]) -> list[dict[str, int]]:
     return counted
 
 
-@given(st.integers(0, 10**6))
-def test_every_microsecond_is_somebody_s(seed: int) -> None:
+@given(st.integers(0, 10**6), st.integers(0, 2))
+def test_every_microsecond_is_somebody_s(seed: int, skip: int) -> None:
     rng = random.Random(seed)
     works: list[Work] = []
     number, steps, device = 0, [100 * index for index in range(4)], 0
@@ -134,8 +172,8 @@ def test_every_microsecond_is_somebody_s(seed: int) -> None:
     firsts = [min(work[0] for work in works if begin <= work[2] < begin + 100) for begin in steps]
     if sorted(firsts) != firsts:
         return
-    expected = slowly(works, steps)
-    found = phase_times(trace(*(step(begin, LOOP) for begin in steps), ran(works)), "device")
+    expected = slowly(works, steps, skip)
+    found = phase_times(trace(*(step(begin, LOOP) for begin in steps), ran(works)), "device", skip)
     for index, count in enumerate(expected):
         times = {name: values[index] for name, values in found.phases_s.items()}
         assert found.host_gap_s is not None
@@ -179,7 +217,7 @@ def test_of_a_trace_the_last_steps_are_kept_with_what_they_launched() -> None:
     names: list[Event] = [{"ph": "M", "name": "thread_name", "ts": 0, "args": {"name": "python"}}]
     spans: list[Event] = [{"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "ts": 210, "dur": 900}]
     found = kept_trace(trace(names, spans, *(step(100 * index, LOOP) for index in range(5)), ran(works), flows))
-    assert (found.num_steps, found.missing) == (2, None)
+    assert (found.shortened, found.missing) == (None, None)
     document = kept(found.content)
     assert set(document) == {"schemaVersion", "traceEvents"}, "nothing of the machine"
     events = document["traceEvents"]
@@ -195,11 +233,15 @@ def test_a_large_trace_is_kept_in_part_or_with_the_reason_not_at_all() -> None:
         *(step(100 * index, LOOP) for index in range(4)), *(operators(100 * index, 300) for index in range(4))
     )
     two, one, bare = (kept_trace(whole, most) for most in (2**20, 5_000, 1_000))
-    assert (two.num_steps, one.num_steps, bare.num_steps) == (2, 1, 1)
+    assert [part.shortened for part in (two, one, bare)] == [
+        None, "one step only", "one step only, without the host's operators",
+    ]  # fmt: skip
+    counts = [sum(event["name"] == STEP for event in kept(part.content)["traceEvents"]) for part in (two, one, bare)]
+    assert counts == [2, 1, 1]
     assert any(event["cat"] == "cpu_op" for event in kept(one.content)["traceEvents"])
     assert not any(event["cat"] == "cpu_op" for event in kept(bare.content)["traceEvents"])
     nothing = kept_trace(whole, 10)
-    assert (nothing.content, nothing.num_steps) == (None, 0)
+    assert (nothing.content, nothing.shortened) == (None, None)
     assert nothing.missing is not None
     assert "no more than 10 are kept" in nothing.missing
     assert kept_trace(trace(step(0, LOOP))).missing == "the trace has no whole step"

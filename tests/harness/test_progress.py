@@ -51,6 +51,18 @@ def test_a_step_never_seen_takes_as_long_as_others_of_its_kind(file: Path) -> No
     assert watching.new_lines() == ["one  about 3 min left"]
 
 
+def test_a_step_that_falls_away_is_not_waited_for_and_tells_nothing_of_its_time(file: Path) -> None:
+    watching, writing = watch(file), ProgressFile(file)
+    writing.begin(ONE, [ALONE, TOGETHER])
+    writing.done(ONE, TOGETHER, "timed", 5.0)
+    writing.done(ONE, ALONE, "passed over", None)
+    assert watching.new_lines() == ["timed", "passed over"]
+    assert watching.remaining_s() == 0
+    watching.remember()
+    again = watch(file, ONE)
+    assert again.remaining_s() is None, "how long it takes is still unknown"
+
+
 def test_half_a_line_is_waited_for(file: Path) -> None:
     watching, writing = watch(file), ProgressFile(file)
     writing.done(ONE, TOGETHER, "one", 1.0)

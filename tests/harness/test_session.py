@@ -61,7 +61,7 @@ class Pretender(Launcher):
 
 
 DIVIDED = PhasesResult(
-    PhaseTimes("wall", {"forward": (0.1, 0.2), "other": (0.0, 0.1)}, None), KeptTrace(b"a trace", 2, None)
+    PhaseTimes("wall", {"forward": (0.1, 0.2), "other": (0.0, 0.1)}, None), KeptTrace(b"a trace", "one step only", None)
 )
 
 
@@ -495,11 +495,35 @@ def test_phases_are_told_apart_on_request_after_everything_else_of_a_case(contex
     assert entry.phases_s == {"forward": (0.1, 0.2), "other": (0.0, 0.1)}
     assert (entry.host_gap_s, entry.failure, entry.trace_missing) == (None, None, None)
     assert entry.trace is not None
+    assert entry.trace_shortened == "one step only"
     assert (context.results / "here" / entry.trace).read_bytes() == b"a trace"
     assert len(traces(context)) == 6
     assert context.progress is not None
     begin, *done = [json.loads(line) for line in context.progress.read_text().splitlines() if "d" * 40 in line]
     assert begin["steps"] == [[event["case"], event["part"]] for event in done]
+
+
+def test_what_failed_before_falls_away_and_takes_no_time(context: Context) -> None:
+    """Else the time that is left would count its phases to the end."""
+
+    def crash(job: ProfileJob) -> None:
+        if job.task.variant == DROPIN:
+            raise ProcessFailed("killed by SIGSEGV", None)
+
+    def fail(job: RoundJob) -> RoundResult:
+        names = [task.variant for task in job.tasks]
+        failures = {name: "no memory" for name in names if name == TRAINSTEP}
+        return timed([name for name in names if name not in failures], failures)
+
+    pretender = Pretender(on_profile=crash, on_round=fail)
+    run(replace(context, phases=True), pretender)
+    assert pretender.divided() == [(case.name, EAGER) for case in CASES]
+    assert context.progress is not None
+    begin, *done = [json.loads(line) for line in context.progress.read_text().splitlines()]
+    assert sorted(begin["steps"]) == sorted([event["case"], event["part"]] for event in done)
+    passed_over = [event for event in done if event["seconds"] is None]
+    assert [event["part"] for event in passed_over] == [f"phases of {name}" for name in (DROPIN, TRAINSTEP)] * 2
+    assert passed_over[0]["line"].endswith(f"phases of {DROPIN}: not told apart, as it failed")
 
 
 def test_a_resumed_run_tells_apart_what_was_not(context: Context) -> None:
@@ -529,7 +553,7 @@ def test_a_trace_replaces_that_of_an_earlier_run_and_one_that_is_too_large_is_no
     assert len(first) == len(second) == 6
     assert not set(first) & set(second)
 
-    missing = replace(DIVIDED, trace=KeptTrace(None, 0, "a single step takes 9 bytes"))
+    missing = replace(DIVIDED, trace=KeptTrace(None, None, "a single step takes 9 bytes"))
     _, history = run(replace(context, phases=True), Pretender(on_phases=lambda job: missing))
     newest = history.phases(COMMIT)[-1]
     assert (newest.trace, newest.trace_missing) == (None, "a single step takes 9 bytes")

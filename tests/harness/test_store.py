@@ -1,3 +1,4 @@
+import ast
 import json
 import multiprocessing
 import os
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.store import ResultsError, Store
+from harness import records
+from harness.store import ResultsError, Store, reader_modules
 from harness.whole_files import write_whole
 from tests.harness import sample
 
@@ -317,3 +319,13 @@ def test_throttled_turns_are_left_out_unless_there_are_no_others(tmp_path: Path)
     for unusable in ([2], [-1], ["x"], 1):
         with pytest.raises(ResultsError, match="throttled"):
             store.append(MACHINE, COMMIT, [round_(2) | {"throttled": unusable}])
+
+
+def test_an_index_is_made_again_when_what_decides_on_records_changes() -> None:
+    """The modules that records are checked with are part of its digest."""
+    tree = ast.parse(Path(str(records.__file__)).read_text(encoding="utf-8"))
+    used = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules = {module.__name__ for module in reader_modules()}
+    assert {"harness.records", "harness.store"} | {
+        name for name in used if name and name.startswith("harness")
+    } <= modules
