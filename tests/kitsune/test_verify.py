@@ -117,8 +117,8 @@ def test_a_wrong_replay_is_found_told_and_not_used(form: str, place: str, monkey
 def test_a_wrong_gradient_of_a_loop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run_backward = BackwardGraph.__call__
 
-    def wrong(graph: Any, *args: Any) -> Any:
-        grads = run_backward(graph, *args)
+    def wrong(graph: Any, *args: Any, **options: Any) -> Any:
+        grads = run_backward(graph, *args, **options)
         return [*grads[:-1], grads[-1] * 1.01]
 
     monkeypatch.setattr(BackwardGraph, "__call__", wrong)
