@@ -309,6 +309,7 @@ def with_tests(site: Path, folder: Path) -> tuple[Outside, dict[str, str]]:
     return outside, {"PYTHONPATH": f"{site}:{outside.root}:{outside.root / 'benchmarks'}"}
 
 
+@pytest.mark.slow
 def test_a_fixture_measures_a_step_against_eager(site: Path, tmp_path: Path) -> None:
     outside, variables = with_tests(site, tmp_path)
     options = "-q -p no:cacheprovider --benchmark-json out.json"

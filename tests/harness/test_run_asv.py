@@ -89,6 +89,7 @@ def test_what_is_measured_is_not_measured_again(changed: Changed, again: str) ->
     assert history_of(changed.checkout) == changed.measured
 
 
+@pytest.mark.slow
 def test_phases_of_what_is_measured_are_told_apart_on_request(changed: Changed) -> None:
     (commit,) = changed.measured.commits
     assert changed.measured.phases(commit) == ()
