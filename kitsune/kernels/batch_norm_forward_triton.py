@@ -243,30 +243,14 @@ def partial_statistics(
     else:
         if branch == 0:
             mean, m2 = _statistics(
-                a[0],
-                begin,
-                end,
-                channels,
-                num_channels,
-                spatial,
-                channels_last,
-                block_rows,
-                block_channels,
-                loads_ahead,
-            )
+                a[0], begin, end,
+                channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead,
+            )  # fmt: skip
         else:
             mean, m2 = _statistics(
-                b[0],
-                begin,
-                end,
-                channels,
-                num_channels,
-                spatial,
-                channels_last,
-                block_rows,
-                block_channels,
-                loads_ahead,
-            )
+                b[0], begin, end,
+                channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead,
+            )  # fmt: skip
     partials += 2 * num_partials * branch * num_channels
     tl.store(partials + part * num_channels + channels, mean, mask)
     tl.store(partials + (part + num_partials) * num_channels + channels, m2, mask)
