@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._dynamo import config, eval_frame, exc
+from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.variables.misc import RandomVariable
 
 from kitsune.capture.reads import reads_of
@@ -236,7 +237,8 @@ def _strict_capture() -> Iterator[None]:
     """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
-    `DistributedDataParallel` calls is one graph, not one for each of its buckets.
+    `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
+    settings, as torch 2.11 fails to write down the functions that are among them.
     """
     switches = config.patch(
         skip_nnmodule_hook_guards=False,
@@ -247,7 +249,8 @@ def _strict_capture() -> Iterator[None]:
         ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
-    with switches, generators:
+    metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", lambda: None)
+    with switches, generators, metrics:
         yield
 
 

@@ -43,8 +43,10 @@ def test_calls_run_the_graph() -> None:
     assert all(graph is runner.graphs[0] for graph in runner.graphs)
 
 
-def test_what_is_said_only_once_does_not_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `transformers` lets all loggers warn."""
+def test_what_is_said_only_once_does_not_break_the_graph(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `transformers` lets all loggers warn and inform. Dynamo itself has nothing to say about it."""
     said: list[str] = []
 
     @functools.cache
@@ -52,6 +54,7 @@ def test_what_is_said_only_once_does_not_break_the_graph(monkeypatch: pytest.Mon
         said.append(message)
 
     monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    monkeypatch.setattr(logging.Logger, "info_once", functools.cache(logging.Logger.info), raising=False)
     logger: Any = logging.getLogger("a model's")
 
     def function(x: Tensor) -> Tensor:
@@ -63,6 +66,7 @@ def test_what_is_said_only_once_does_not_break_the_graph(monkeypatch: pytest.Mon
     assert [call(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
     assert len(runner.graphs) == 2
     assert said == ["deprecated"]
+    assert caplog.messages == []
 
 
 def test_what_is_logged_each_time_is_refused() -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -228,7 +229,8 @@ def wrapped_after_some_steps(run: Run) -> None:
 
 @scenario
 def sharded_parameters(run: Run) -> None:
-    run.build_with(fully_shard)
+    mesh = init_device_mesh(run.device.type, (dist.get_world_size(),))
+    run.build_with(partial(fully_shard, mesh=mesh))
     for index in range(STEPS):
         run.step(index)
 
