@@ -249,7 +249,7 @@ def _strict_capture() -> Iterator[None]:
         ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
-    metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", lambda: None)
+    metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
     with switches, generators, metrics:
         yield
 
