@@ -21,10 +21,10 @@ _UNTIMED = 2
 _SAMPLES = 7
 _TURN = _UNTIMED + _SAMPLES
 
-# The fastest of all meets the first entrant again, in turns, so that a device that changes its pace favours neither.
+# The fastest meets the best of the earlier ones again, in turns, so that a device that changes its pace favours none.
 _RUNOFF_TURNS = 4
 
-# What is no faster than this against the first entrant, which is the simplest, is noise.
+# What is no faster than this against an earlier entrant is noise.
 _MARGIN = 0.99
 
 _PROBE_EVERY = 5000
@@ -52,14 +52,14 @@ Maker = Callable[[Sequence[torch.Tensor]], E]
 class Contest(Generic[E]):
     """Replays a step by the fastest of several entrants.
 
-    Once opened, each in turn replays some of the user's own steps, and is timed; the fastest replays all later ones. A
-    replay takes what the device takes for it, or what the host takes to launch it, if that is more: graphs on several
-    streams take longer to launch, and steps follow each other no faster than that. The fastest is made anew, alone, so
-    that no memory of the trials is kept. It is timed again now and then: when it has become much slower than it was,
-    the trials are repeated, and from then on less often.
+    Once opened, each in turn replays some of the user's own steps, and is timed; the best replays all later ones: the
+    first one that none of the others is clearly faster than. A replay takes what the device takes for it, or what the
+    host takes to launch it, if that is more: graphs on several streams take longer to launch, and steps follow each
+    other no faster than that. The best is made anew, alone, so that no memory of the trials is kept. It is timed again
+    now and then: when it has become much slower than it was, the trials are repeated, and from then on less often.
 
     Args:
-        first: makes the first entrant, at once; it stays where no other is clearly faster.
+        first: makes the first entrant, at once.
         inputs: of the present step.
         stopwatch: times replays.
         refused: told why an entrant could not be made.
@@ -118,7 +118,8 @@ class Contest(Generic[E]):
         """Begins the trials with the next call; until then the first entrant replays.
 
         Args:
-            others: each makes an entrant, given the inputs of a step.
+            others: each makes an entrant, given the inputs of a step; those to be preferred, if all else is equal,
+                come first.
         """
         self._makers = (self._makers[0], *others)
         self._times_us = [None] * len(self._makers)
@@ -164,9 +165,23 @@ class Contest(Generic[E]):
     def _end_turn(self, inputs: Sequence[torch.Tensor]) -> None:
         self._samples.setdefault(self._present, []).extend(self._stopwatch.read())
         self._replays = 0
-        best = self._best()
+        leader, rival = self._finalists()
         if not self._is_runoff:
-            self._keep(0, best)
+            self._keep(leader, rival)
+        if self._next(inputs):
+            return
+        best = self._best()
+        if best and not self._is_runoff:
+            self._is_runoff = True
+            self._times_us = self._medians(self._samples)
+            self._samples, self._launches = {}, {}
+            self._turns = deque([leader, rival] * _RUNOFF_TURNS)
+            if self._next(inputs):
+                return
+        self._settle(best, inputs)
+
+    def _next(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Gives the next entrant that can be made its turn, if there is one."""
         while self._turns:
             place = self._turns.popleft()
             try:
@@ -175,15 +190,8 @@ class Contest(Generic[E]):
                 self._refused(error)
                 continue
             self._put(place)
-            return
-        if best and not self._is_runoff:
-            self._is_runoff = True
-            self._times_us = self._medians(self._samples)
-            self._samples, self._launches = {}, {}
-            self._turns = deque([best, 0] * _RUNOFF_TURNS)
-            self._put(self._turns.popleft())
-            return
-        self._settle(best, inputs)
+            return True
+        return False
 
     def _settle(self, best: int, inputs: Sequence[torch.Tensor]) -> None:
         self.trying = False
@@ -217,11 +225,19 @@ class Contest(Generic[E]):
         return [statistics.median(samples[place]) if place in samples else None for place in range(len(self._makers))]
 
     def _best(self) -> int:
-        """The place of the fastest so far."""
+        """The place of the best of those that were timed; 0 if none was."""
+        return _first_of_the_fastest(self._replay_times())
+
+    def _finalists(self) -> tuple[int, int]:
+        """The place of the fastest, and that of the best of those before it."""
+        times_us = self._replay_times()
+        leader = times_us.index(min(times_us))
+        return leader, _first_of_the_fastest(times_us[:leader]) if leader else 0
+
+    def _replay_times(self) -> list[float]:
+        """For each entrant what a replay takes, as far as it was timed."""
         both = zip(self._medians(self._samples), self._medians(self._launches), strict=True)
-        times = [math.inf if device is None or launch is None else max(device, launch) for device, launch in both]
-        times[0] *= _MARGIN
-        return times.index(min(times))
+        return [math.inf if device is None or launch is None else max(device, launch) for device, launch in both]
 
     def _keep(self, *places: int) -> None:
         """Releases all entrants but those in `places`."""
@@ -258,3 +274,8 @@ class Contest(Generic[E]):
         self._put(0)
         self._times_us = [None] * len(self._makers)
         self._begin()
+
+
+def _first_of_the_fastest(times_us: Sequence[float]) -> int:
+    """The first place that none undercuts clearly."""
+    return next(place for place, time_us in enumerate(times_us) if _MARGIN * time_us <= min(times_us))

@@ -136,6 +136,30 @@ def test_the_first_stays_where_the_difference_is_noise() -> None:
     assert race.alive() == ["0"]
 
 
+def test_the_simplest_of_those_that_are_about_as_fast_wins() -> None:
+    race = Race(20.0, 10.0, 9.95, 9.94, 9.92)
+    race.open()
+    race.run(300)
+    assert race.contest.place == 1
+    assert race.alive() == ["1"]
+    race = Race(20.0, 10.0, 9.95, 9.94, 9.89)
+    race.open()
+    race.run(300)
+    assert race.contest.place == 4
+
+
+def test_the_fastest_meets_the_best_of_the_simpler_ones_again() -> None:
+    race = Race(20.0, 10.0, 12.0, 9.0)
+    race.open()
+    while len(race.made) < 4:
+        race.run(1)
+    race.costs_us["1"] = race.made[1].cost_us = 8.0  # ran slower when it had its turn
+    race.run(200)
+    assert race.contest.place == 1
+    assert race.contest.times_us == (20.0, 8.0, 12.0, 9.0)
+    assert race.alive() == ["1"]
+
+
 def test_an_entrant_that_cannot_be_made_is_passed_over() -> None:
     race = Race(10.0, None, 5.0, None)
     race.open()
