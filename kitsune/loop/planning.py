@@ -13,7 +13,7 @@ from kitsune.errors import Refusal, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
 from kitsune.loop.fusing import rewritten
-from kitsune.loop.rehearsal import trains_alike
+from kitsune.loop.rehearsal import difference
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.memory.pooled import pooled_bytes
@@ -100,10 +100,11 @@ def others(
 def _fused(module: fx.GraphModule, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None]) -> list[Planned]:
     device, found = inputs[0].device, list[Planned]()
     for graph, fusions in rewritten(module, device):
-        if trains_alike(module, graph, inputs):
+        other = difference(module, graph, inputs)
+        if other is None:
             found.append(_with_fusions(in_order(graph, device, inputs), fusions))
         else:
-            refused(Refusal("a step with fused operators was compared with the captured one, and left other values"))
+            refused(Refusal(f"a step with fused operators was compared with the captured one: {other}"))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ _DRAWS = 2
 _TIMES = 10.0
 
 
-def trains_alike(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> bool:
-    """Whether `after` returns and writes what `before` does, but for rounding.
+def difference(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
+    """What `after` returns or writes otherwise than `before` does, in words; None if nothing but for rounding.
 
     How far apart rounding takes them depends on the model: a difference that is nothing to one layer decides about a
     ReLU of the next, and Adam makes much of gradients that are nearly zero. So the measure is what becomes of `before`
@@ -31,26 +31,32 @@ def trains_alike(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence
     device = inputs[0].device
     inputs = [tensor.detach() for tensor in inputs]
     eps, generator = rounding(before.graph), torch.Generator(device).manual_seed(0)
-    wanted = _left_by(before, inputs)
+    written = dataflow.written_inputs(after.graph) | dataflow.written_inputs(before.graph)
+    wanted = _left_by(before, inputs, written)
     apart = [0.0] * len(wanted)
     for _ in range(_DRAWS):
-        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs])
+        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs], written)
         apart = [max(pair) for pair in zip(apart, map(_distance, drawn, wanted), strict=True)]
-    found = _left_by(after, inputs)
-    return [one.kind() for one in found] == [one.kind() for one in wanted] and all(
-        _distance(one, other) <= _TIMES * most + other.unit
-        for one, other, most in zip(found, wanted, apart, strict=True)
-    )
+    found = _left_by(after, inputs, written)
+    if [one.kind() for one in found] != [one.kind() for one in wanted]:
+        return "it returns other sizes or types"
+    for one, other, most in zip(found, wanted, apart, strict=True):
+        distance, allowed = _distance(one, other), _TIMES * most + other.unit
+        if not distance <= allowed:  # it may be no number
+            return f"{other.name} is off by {distance:.2g}, where rounding explains {allowed:.2g}"
+    return None
 
 
 class _Left(NamedTuple):
     """A result of a step, or what it changes of a value that it writes.
 
     Attributes:
+        name: which it is.
         tensor: the result or the change.
         unit: the norm of what is lost at most where such a value is stored.
     """
 
+    name: str
     tensor: Tensor
     unit: float
 
@@ -58,13 +64,17 @@ class _Left(NamedTuple):
         return self.tensor.size(), self.tensor.dtype
 
 
-def _left_by(module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[_Left]:
-    written, device = sorted(dataflow.written_inputs(module.graph)), inputs[0].device
-    copies = with_copies(inputs, written)
+def _left_by(module: fx.GraphModule, inputs: Sequence[Tensor], written: Mapping[int, fx.Node]) -> list[_Left]:
+    device = inputs[0].device
+    copies = with_copies(inputs, sorted(written))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         results = InOrder(module)(copies)
-    changes = [_Left(change(inputs[place], copies[place]), unit(inputs[place])) for place in written]
-    return [*(_Left(result, unit(result)) for result in results), *changes]
+    left = [_Left(f"result {place}", result, unit(result)) for place, result in enumerate(results)]
+    for place, node in sorted(written.items()):
+        tensor = inputs[place]
+        name = f"what {node.target} changes of a tensor of {tuple(tensor.size())}"
+        left.append(_Left(name, change(tensor, copies[place]), unit(tensor)))
+    return left
 
 
 def _distance(one: _Left, other: _Left) -> float:

@@ -261,4 +261,4 @@ def test_a_fused_step_that_leaves_other_values_is_not_used(monkeypatch: pytest.M
     monkeypatch.setattr(planning, "rewritten", fused_wrongly)
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
     assert not any(schedule.fused for schedule in status.schedules)
-    assert any("left other values" in refusal for refusal in status.refusals)
+    assert any("was compared with the captured one: " in refusal for refusal in status.refusals)

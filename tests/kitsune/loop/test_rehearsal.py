@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from kitsune.loop.rehearsal import trains_alike
+from kitsune.loop.rehearsal import difference
 from tests.kitsune.fusion.running import InAutocast
 from tests.kitsune.steps import TracedStep, dropout_step, traced_step
 from tests.kitsune.training import Net
@@ -80,31 +80,31 @@ def without(target: object) -> Change:
 )
 def test_another_step_is_noticed(change: Change) -> None:
     traced = step()
-    assert not trains_alike(traced.module, changed(traced.module, change), traced.inputs)
+    assert difference(traced.module, changed(traced.module, change), traced.inputs) is not None
 
 
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_step_that_rounds_otherwise_is_no_other(amp: bool) -> None:
     traced = step(amp)
     other = changed(traced.module, times(1 + 2.0**-23 * (2**15 if amp else 1), aten.threshold_backward.default))
-    assert trains_alike(traced.module, other, traced.inputs)
+    assert difference(traced.module, other, traced.inputs) is None
 
 
 def test_in_autocast_another_step_is_noticed_too() -> None:
     traced = step(amp=True)
     other = changed(traced.module, times(1.5, aten.threshold_backward.default))
-    assert not trains_alike(traced.module, other, traced.inputs)
+    assert difference(traced.module, other, traced.inputs) is not None
 
 
 def test_random_numbers_are_the_same_for_both() -> None:
     traced = dropout_step()
-    assert trains_alike(traced.module, changed(traced.module, lambda graph: None), traced.inputs)
+    assert difference(traced.module, changed(traced.module, lambda graph: None), traced.inputs) is None
 
 
 def test_nothing_is_changed() -> None:
     traced = step()
     before, state = copy.deepcopy(traced.inputs), torch.get_rng_state()
-    assert trains_alike(traced.module, traced.module, traced.inputs)
+    assert difference(traced.module, traced.module, traced.inputs) is None
     assert all(map(torch.equal, traced.inputs, before))
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -112,4 +112,16 @@ def test_nothing_is_changed() -> None:
 def test_what_is_not_finite_is_not_alike() -> None:
     traced = step()
     broken = changed(traced.module, times(float("nan"), aten.threshold_backward.default))
-    assert not trains_alike(traced.module, broken, traced.inputs)
+    assert difference(traced.module, broken, traced.inputs) is not None
+
+
+def test_a_difference_is_named() -> None:
+    traced = step()
+    without_update = changed(traced.module, without(aten._fused_adam_.tensor_lr))
+    found = difference(traced.module, without_update, traced.inputs)
+    assert found is not None
+    assert found.startswith("what aten._fused_adam_.tensor_lr changes of a tensor of (8, 4) is off by ")
+    scaled = changed(traced.module, times(1.1, aten.nll_loss_forward.default))
+    found = difference(traced.module, scaled, traced.inputs)
+    assert found is not None
+    assert found.startswith("result 0 is off by ")
