@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from kitsune.loop import rehearsal
 from kitsune.loop.rehearsal import difference
 from tests.kitsune.fusion.running import InAutocast
 from tests.kitsune.steps import TracedStep, dropout_step, traced_step
@@ -48,6 +49,20 @@ def times(factor: float, target: object) -> Change:
             scaled = graph.call_function(aten.mul.Tensor, (node, factor))
         scaled.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+
+    return change
+
+
+def plus(amount: float, place: int) -> Change:
+    """`amount` is added to a result of the step."""
+
+    def change(graph: fx.Graph) -> None:
+        output = graph.output_node()
+        results = list(output.args[0])
+        with graph.inserting_before(output):
+            results[place] = graph.call_function(aten.add.Tensor, (results[place], amount))
+        results[place].meta["val"] = output.args[0][place].meta["val"]
+        output.args = (results,)
 
     return change
 
@@ -121,7 +136,28 @@ def test_a_difference_is_named() -> None:
     found = difference(traced.module, without_update, traced.inputs)
     assert found is not None
     assert found.startswith("what aten._fused_adam_.tensor_lr changes of a tensor of (8, 4) is off by ")
-    scaled = changed(traced.module, times(1.1, aten.nll_loss_forward.default))
-    found = difference(traced.module, scaled, traced.inputs)
+    found = difference(traced.module, changed(traced.module, plus(0.1, 0)), traced.inputs)
     assert found is not None
     assert found.startswith("result 0 is off by ")
+
+
+def test_a_loss_of_zero_is_off_by_what_numbers_of_about_one_are() -> None:
+    model = nn.Linear(4, 3)
+    traced = traced_step(model, lambda output, y: (output - 100).relu().sum(), torch.randn(8, 4), torch.zeros(8))
+    assert difference(traced.module, changed(traced.module, plus(1e-7, 0)), traced.inputs) is None
+    assert difference(traced.module, changed(traced.module, plus(1e-5, 0)), traced.inputs) is not None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_unit_that_is_about_to_open_may_do_so(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the draws some open it and others do not; so did one of the two graphs."""
+    torch.manual_seed(seed)
+    model = nn.Linear(8, 1)
+    with torch.no_grad():
+        x = torch.randn(1, 8)
+        model.bias += 1e-5 - model(x)[0, 0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    traced = traced_step(model, lambda output, y: output.relu().sum(), x, torch.zeros(1), optimizer)
+    shut = changed(traced.module, with_argument(aten.threshold_backward.default, 2, 1e-3))
+    monkeypatch.setattr(rehearsal, "rounding", lambda graph: 2.0**-7)
+    assert difference(traced.module, shut, traced.inputs) is None
