@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -41,6 +42,34 @@ class BackwardPart:
     backward: fx.GraphModule
     depends: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
+
+    def without(self, missing: frozenset[int]) -> fx.GraphModule:
+        """`backward` for the case that the roots at the indices `missing` have no gradient.
+
+        It takes none of those, and returns no gradient that depends on those alone. What is computed from those alone
+        becomes zero: running `backward` on gradients of zero would not do, as it gives NaN where the outputs' own
+        derivatives are infinite. Sample values are to be computed again (`refresh`).
+        """
+        if not missing:
+            return self.backward
+        tangents = dataflow.placeholders(self.backward.graph)[len(self.saved) :]
+        absent = {tangents[index] for index in missing}
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.backward.graph.nodes:
+            if node in absent or (node.op == "call_function" and node.meta[_TANGENTS] <= missing and _is_tensor(node)):
+                copies[node] = _zeros(graph, node.meta["val"])
+            elif node.op != "output":
+                copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+        pairs = zip(dataflow.outputs(self.backward.graph), self.depends, strict=True)
+        graph.output([copies[grad] for grad, needs in pairs if grad is not None and not (needs and needs <= missing)])
+        graph.eliminate_dead_code()
+        return fx.GraphModule(self.backward, graph)
+
+    def spread(self, missing: frozenset[int], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What `without(missing)` returns, as gradients of `gradient_places`; None for the others."""
+        rest = iter(grads)
+        return [None if needs and needs <= missing else next(rest) for needs in self.depends]
 
 
 @dataclass(frozen=True)
@@ -133,29 +162,6 @@ def _part(
     )
 
 
-def without_tangents(backward: fx.GraphModule, missing: frozenset[int]) -> fx.GraphModule:
-    """The backward program for outputs of which some have no gradient.
-
-    What depends on those alone becomes zero. Running it on gradients of zero would not do: where
-    the outputs' own derivatives are infinite it gives NaN.
-    """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in backward.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and node.meta[_TANGENTS] <= missing and isinstance(value, torch.Tensor):
-            size = tuple(value.size())
-            copies[node] = graph.call_function(
-                torch.ops.aten.zeros.default, (size,), {"dtype": value.dtype, "device": value.device}
-            )
-        elif node.op != "output":
-            copies[node] = graph.node_copy(node, lambda argument: copies[argument])
-    results = dataflow.outputs(backward.graph)
-    graph.output([None if result is None else copies[result] for result in results])
-    graph.eliminate_dead_code()
-    return fx.GraphModule(backward, graph)
-
-
 def dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
     """For every node that depends on tangents, through data or through memory that such a node writes: on which."""
     depends = {tangent: frozenset([index]) for index, tangent in enumerate(tangents)}
@@ -207,3 +213,18 @@ def _extract(
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     graph.output([copies[result] if isinstance(result, fx.Node) else result for result in results])
     return fx.GraphModule(joint, graph)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _zeros(graph: fx.Graph, like: torch.Tensor) -> fx.Node:
+    """Laid out like `like`: what comes later may be a view that another layout does not allow."""
+    size = tuple(like.size())
+    kwargs: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    if like.is_contiguous():
+        return graph.call_function(torch.ops.aten.zeros.default, (size,), kwargs)
+    count = 1 + sum((length - 1) * stride for length, stride in zip(size, like.stride(), strict=True))
+    flat = graph.call_function(torch.ops.aten.zeros.default, ((count,),), kwargs)
+    return graph.call_function(torch.ops.aten.as_strided.default, (flat, size, like.stride()))

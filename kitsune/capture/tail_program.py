@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from kitsune.capture.operations import Operation
-from kitsune.capture.partition import without_tangents
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.trace import gradients, interpret, trace
 from kitsune.errors import Refusal, RefusedError
@@ -96,11 +95,7 @@ def _backward(
     """Gradients of the call's inputs; None for those that depend on outputs only that have no gradient themselves."""
     (part,) = program.parts
     missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-    backward = without_tangents(part.backward, missing) if missing else part.backward
-    dense = [
-        layout.empty().zero_() if tangent is None else layout.fit(tangent)
-        for tangent, layout in zip(tangents, program.tangents, strict=True)
-    ]
+    pairs = zip(tangents, program.tangents, strict=True)
+    dense = [layout.fit(tangent) for tangent, layout in pairs if tangent is not None]
     with torch.no_grad(), torch.autocast(program.tangents[0].device.type, enabled=False):
-        grads = interpret(backward, [*saved, *dense])
-    return [None if needs and needs <= missing else grad for grad, needs in zip(grads, part.depends, strict=True)]
+        return part.spread(missing, interpret(part.without(missing), [*saved, *dense]))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kitsune.capture.layout import TensorLayout
-from kitsune.capture.partition import BackwardPart, without_tangents
+from kitsune.capture.partition import BackwardPart
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import HandedOut
 from kitsune.loop.recording import Recording
 
+# Which roots have no gradient hardly ever changes.
+_MOST_RECORDINGS = 4
+
 
 class BackwardGraph:
     """Goes back from some of a call's roots; see `BackwardPart`.
+
+    There is a graph for the case that all of them have a gradient, and one for each other case that was met.
 
     Gradients alias the graph's memory where the graph keeps its outputs; while any of them is still referred to, the
     backward pass runs operator by operator into new memory instead.
@@ -39,11 +44,11 @@ class BackwardGraph:
     ) -> None:
         self.part = part
         self.num_copied = self.num_partial = 0
-        self._layouts, self._recording, self._gradients = layouts, recording, gradients
-        self._in_order = {frozenset[int](): InOrder(part.backward)}
-        self._static = recording.executor.static_outputs() if recording is not None else []
-        gradients.update((tensor.data_ptr(), tensor) for tensor in self._static)
-        self._handed_out = HandedOut(self._static)
+        self._layouts, self._gradients = layouts, gradients
+        self._records = recording is not None
+        self._cases = {frozenset[int](): _Case(InOrder(part.backward), recording)}
+        self._wanted: list[frozenset[int]] = []  # have been met, and are not recorded
+        self._note_gradients()
 
     def __call__(
         self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None], *, have_moved: bool
@@ -54,39 +59,69 @@ class BackwardGraph:
             have_moved: whether `saved` lie elsewhere than in the forward pass's memory, where the graph reads them.
         """
         pairs = zip(tangents, self._layouts, strict=True)
-        inputs = [*saved, *(layout.empty().zero_() if one is None else layout.fit(one) for one, layout in pairs)]
+        inputs = [*saved, *(layout.fit(tangent) for tangent, layout in pairs if tangent is not None)]
         missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-        if self._recording is not None and not missing and not have_moved and not self._handed_out.in_use():
-            grads = self._recording(inputs)
+        if missing not in self._cases:
+            self._cases[missing] = _Case(InOrder(self.part.without(missing)), None)
+            self._wanted.append(missing)
+        case = self._cases[missing]
+        if case.recording is not None and not have_moved and not case.handed_out.in_use():
+            grads = case.recording(inputs)
         else:
-            if self._recording is not None:
-                self.num_partial += bool(missing)
-                self.num_copied += not missing and not have_moved
-            grads = self._without(missing)(inputs)
-        return [
-            None if needs and needs <= missing else grad.detach()
-            for grad, needs in zip(grads, self.part.depends, strict=True)
-        ]
+            if self._records:
+                self.num_partial += case.recording is None
+                self.num_copied += case.recording is not None and not have_moved
+            grads = case.in_order(inputs)
+        return [None if grad is None else grad.detach() for grad in self.part.spread(missing, grads)]
+
+    def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
+        """Records the cases that were met for the first time. To be called while all that was saved is there.
+
+        Args:
+            record: records `part.without(missing)`, if that can be.
+        """
+        wanted, self._wanted = self._wanted, []
+        for missing in wanted:
+            if self._records and sum(case.recording is not None for case in self._cases.values()) < _MOST_RECORDINGS:
+                self._cases[missing] = _Case(self._cases[missing].in_order, record(self.part, missing))
+        if wanted:
+            self._note_gradients()
 
     def drop_recording(self) -> None:
-        """Gives the graph up, unless its gradients are in use: something else takes its place."""
-        if self._recording is not None and not self._handed_out.in_use():
+        """Gives the graphs up, unless their gradients are in use: something else takes their place."""
+        if self._records and not any(case.handed_out.in_use() for case in self._cases.values()):
             self.release()
-            self._static, self._handed_out = [], HandedOut([])
 
     def forget_gradients(self) -> None:
         """Takes the static gradients out of `gradients`."""
-        for tensor in self._static:
-            self._gradients.pop(tensor.data_ptr(), None)
+        for case in self._cases.values():
+            for tensor in case.static:
+                self._gradients.pop(tensor.data_ptr(), None)
 
     def release(self) -> None:
-        """Gives the graph and its memory back."""
+        """Gives the graphs and their memory back."""
         self.forget_gradients()
-        if self._recording is not None:
-            self._recording.release()
-            self._recording = None
+        self._records = False
+        for missing, case in self._cases.items():
+            if case.recording is not None:
+                case.recording.release()
+                self._cases[missing] = _Case(case.in_order, None)
 
-    def _without(self, missing: frozenset[int]) -> InOrder:
-        if missing not in self._in_order:
-            self._in_order[missing] = InOrder(without_tangents(self.part.backward, missing))
-        return self._in_order[missing]
+    def _note_gradients(self) -> None:
+        for case in self._cases.values():
+            self._gradients.update((tensor.data_ptr(), tensor) for tensor in case.static)
+
+
+class _Case:
+    """What goes back where certain roots have no gradient: operator by operator, and recorded if there is a recording.
+
+    Attributes:
+        static: the gradients that the recording gives.
+        handed_out: the same, to know whether somebody still refers to them.
+    """
+
+    def __init__(self, in_order: InOrder, recording: Recording | None) -> None:
+        self.in_order = in_order
+        self.recording = recording
+        self.static = recording.executor.static_outputs() if recording is not None else []
+        self.handed_out = HandedOut(self.static)

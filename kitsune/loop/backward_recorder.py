@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
 from kitsune.config import Config
-from kitsune.errors import Refusal, first_line
+from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
+from kitsune.graph import dataflow
+from kitsune.graph.values import refresh
 from kitsune.loop import backward_plans
 from kitsune.loop.planned_recording import clear, record_planned
 from kitsune.loop.planning import Planned
@@ -34,6 +37,7 @@ class BackwardRecorder:
         self.schedules: tuple[ScheduleTime, ...] = ()
         self._config, self._streams, self._log = config, streams, log
         self._memory = MemoryPool()  # of passes that never run at the same time
+        self._num_streams = 1  # the most that were tried for the latest program
 
     def record(self, program: SplitProgram, forward: Recording, *, num_streams: int) -> list[Recording | None]:
         """One recording for each part of `program`; None where `forward` keeps no memory between calls.
@@ -44,7 +48,7 @@ class BackwardRecorder:
         Raises:
             RefusedError, torch.OutOfMemoryError: a part cannot be recorded.
         """
-        self.schedules = ()
+        self.schedules, self._num_streams = (), num_streams
         executor = forward.executor
         if not isinstance(executor, CudaGraph):
             return [None for _ in program.parts]
@@ -66,6 +70,35 @@ class BackwardRecorder:
                 recording.release()
             raise
         return list(recordings)
+
+    def record_case(
+        self, program: SplitProgram, forward: Recording, part: BackwardPart, missing: frozenset[int]
+    ) -> Recording | None:
+        """A recording of `part.without(missing)`, of the latest program; None where that cannot be.
+
+        To be called while the memory of `forward` holds values. As many streams are tried as for the program.
+        """
+        module = part.without(missing)
+        if not dataflow.outputs(module.graph):
+            return None
+        refresh(module.graph)
+        static = forward.executor.static_outputs()[len(program.differentiable) :]
+        roots = [root for index, root in enumerate(part.roots) if index not in missing]
+        tangents = [torch.ones_like(program.tangents[root].empty()) for root in roots]
+        inputs = [*(static[index] for index in part.saved), *tangents]
+        backward = _Backward(module, inputs, inputs, len(part.saved), [])
+        try:
+            in_order = self._in_order(backward)
+        except RefusedError as error:
+            self._log.do_without(error.refusal)
+            return None
+        if self._num_streams == 1:
+            return in_order
+        try:
+            return self._fastest(backward, in_order, self._num_streams, program.is_rewritten)
+        except BaseException:
+            in_order.release()
+            raise
 
     def _in_order(self, backward: _Backward) -> Recording:
         return Recording(backward.module, backward.inputs, **self._conditions(backward))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -141,6 +141,11 @@ class CallGraphs:
         parts = iter(stable), iter(arguments)
         count = len(stable) + len(arguments)
         return [next(parts[place not in self.stable]) for place in range(count)]
+
+    def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
+        """See `BackwardGraph`."""
+        for graph in self._backwards:
+            graph.record_cases(record)
 
     def take_counts(self) -> tuple[int, int]:
         """The sums of `num_copied` and `num_partial` of its backward graphs, since this was last asked."""

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from kitsune.capture.ambient import autocast_dtype
+from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
@@ -162,14 +163,17 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        copied, partial = self._graphs.take_counts()
+        started = time.perf_counter()
+        self._graphs.record_cases(self._record_case)
+        self.setup_seconds += time.perf_counter() - started
+        copied, missing = self._graphs.take_counts()
         if copied:
             kept = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
             self._log.add(RefusedError(kept, passing=True))
-        if partial:
-            unused = Refusal("the backward pass of a call ran operator by operator: not all outputs had a gradient")
+        if missing:
+            unused = Refusal("not all outputs had a gradient, and the backward pass was not recorded for that yet")
             self._log.add(RefusedError(unused, passing=True))
-        return copied + partial
+        return copied + missing
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         try:
@@ -248,6 +252,11 @@ class SplitStep(GuardedStep):
         self._captured_at, self._unfused = self.replays, None
         self._may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(trace_split(graph, flat, self._autocast), graph, flat, num_streams=1)
+
+    def _record_case(self, part: BackwardPart, missing: frozenset[int]) -> Recording | None:
+        graphs = self._graphs
+        assert graphs is not None
+        return self._recorder.record_case(graphs.program, graphs.forward, part, missing)
 
     def _fuses(self, flat: Sequence[torch.Tensor]) -> bool:
         return self._config.fuses() and refuse_fusion(flat[0].device) is None

@@ -12,6 +12,7 @@ import torch._dynamo.guards
 
 from kitsune.fallback import Chooser
 from kitsune.loop.whole_step import WholeStep
+from tests.kitsune import static_memory
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
 
@@ -50,6 +51,14 @@ def _collected(_frozen: None) -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(params=["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device, of each kind in turn: a CPU, one whose graphs keep their memory as CUDA graphs do, and a GPU."""
+    if request.param == "static memory":
+        static_memory.install(monkeypatch)
+    return "cuda" if request.param == "cuda" else "cpu"
 
 
 @pytest.fixture(autouse=True)

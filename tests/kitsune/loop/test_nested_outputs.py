@@ -14,19 +14,14 @@ from torch.nn import functional
 
 import kitsune
 from models import transformers_loading
-from tests.kitsune import static_memory
 from tests.kitsune.training import Training, batch, compare, sgd
-
-PLACES = ["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 Step = Callable[[Training, Tensor, Tensor], Tensor]
 
 
-@pytest.fixture(params=PLACES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "static memory":
-        static_memory.install(monkeypatch)
-    return "cuda" if request.param == "cuda" else "cpu"
+@pytest.fixture
+def device(place: str) -> str:
+    return place
 
 
 class WithLoss(nn.Module):
@@ -529,32 +524,3 @@ def test_models_of_transformers_with_labels(name: str, device: str) -> None:
         return torch.cat([outputs.loss.detach().view(1), outputs.logits.grad.flatten()])
 
     same(device, TRANSFORMERS[name], step, batches=partial(tokens, device=device))
-
-
-class Trunk(nn.Module):
-    """Two heads on a trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.trunk(x).tanh()
-        return self.a(hidden), self.b(hidden)
-
-
-def test_a_head_without_a_gradient_is_told(device: str) -> None:
-    """The graph of the backward pass is that of both heads; it runs operator by operator then."""
-
-    def step(training: Training, x: Tensor, y: Tensor) -> Tensor:
-        training.optimizer.zero_grad()
-        loss = functional.cross_entropy(training.model(x)[0], y)
-        loss.backward()
-        training.optimizer.step()
-        return loss.detach()
-
-    status = same(device, Trunk, step).status()
-    told = [refusal for refusal in status.refusals if "not all outputs had a gradient" in refusal]
-    is_recorded = status.executor == "cuda graph"
-    assert len(told) == int(is_recorded)
-    assert (status.fallbacks > 0) == is_recorded

@@ -1,0 +1,133 @@
+"""Backward passes of which some outputs get no gradient: each such case has a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitsune.errors import Refusal, RefusedError
+from kitsune.loop import backward_graph, backward_recorder
+from kitsune.loop.backward_graph import BackwardGraph
+from tests.kitsune.training import Training, adam, batch, compare
+
+STEPS = 8
+
+
+class Heads(nn.Module):
+    """Three heads on a trunk; a gradient through the second is transposed, the derivative of the last is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.trunk(x).tanh()
+        second = (self.heads[1].weight @ hidden.t()).t() + self.heads[1].bias
+        return self.heads[0](hidden), second, (self.heads[2](hidden) * 0).sqrt()
+
+
+def same(device: str, used: Sequence[tuple[int, ...]], *, keep: bool = False) -> Training:
+    """Trains as plain PyTorch does, with the loss of these heads in turn.
+
+    Args:
+        keep: hold the gradients of each step until the next one is over.
+    """
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Heads().to(device, torch.float64)
+        return model, adam(model)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        index = training.memo["index"] = training.memo.get("index", -1) + 1
+        outputs = training.model(x)
+        loss = torch.stack([functional.cross_entropy(outputs[head], y) for head in used[index % len(used)]]).sum()
+        loss.backward()
+        if keep:
+            training.memo["kept"] = [param.grad for param in training.model.parameters()]
+        training.optimizer.step()
+        return loss.detach()
+
+    batches = partial(batch, dtype=torch.float64, device=device)
+    return compare("drop_in", build, loop=loop, steps=STEPS, batches=batches, rtol=1e-9, atol=1e-11)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each backward pass whether it was replayed."""
+    found: list[bool] = []
+    run = BackwardGraph.__call__
+
+    def noted(self: BackwardGraph, *args: object, **options: object) -> list[Tensor | None]:
+        before = self.num_partial + self.num_copied
+        grads = run(self, *args, **options)  # type: ignore[arg-type]
+        found.append(self._records and before == self.num_partial + self.num_copied)
+        return grads
+
+    monkeypatch.setattr(BackwardGraph, "__call__", noted)
+    return found
+
+
+def is_recorded(training: Training) -> bool:
+    return training.status().executor == "cuda graph"
+
+
+@pytest.mark.support("Models", "an output that the loss leaves out", "replayed")
+def test_an_output_without_a_gradient(place: str, ran: list[bool]) -> None:
+    """NaN of a head that is not used reaches nothing."""
+    training = same(place, [(0,)])
+    if is_recorded(training):
+        assert ran == [False, *[True] * (len(ran) - 1)]
+        (told,) = training.status().refusals
+        assert "not all outputs had a gradient" in told
+        assert training.status().fallbacks == 1
+    assert all(torch.isfinite(param).all() for param in training.model.parameters())
+
+
+def test_each_case_is_recorded_once(place: str, ran: list[bool]) -> None:
+    training = same(place, [(0,), (1,), (0, 1)])
+    if is_recorded(training):
+        assert ran.count(False) == 3
+        assert all(ran[-3:])
+
+
+def test_only_so_many_are_recorded(place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_graph, "_MOST_RECORDINGS", 2)
+    training = same(place, [(0,), (1,)])
+    if is_recorded(training):
+        assert sorted({*ran[-2:]}) == [False, True]
+
+
+def test_gradients_that_are_kept_stay(place: str, ran: list[bool]) -> None:
+    """They are compared after the step that follows, too."""
+    training = same(place, [(0,)], keep=True)
+    if is_recorded(training):
+        assert not all(ran[1:])
+        assert any("are kept" in refusal for refusal in training.status().refusals)
+
+
+def test_what_cannot_be_recorded_runs_operator_by_operator(
+    place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RefusedError(Refusal("no memory for it"))
+
+    record = backward_recorder.BackwardRecorder.record_case
+
+    def refused(self: backward_recorder.BackwardRecorder, *args: object) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backward_recorder.BackwardRecorder, "_in_order", refuse)
+            return record(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(backward_recorder.BackwardRecorder, "record_case", refused)
+    training = same(place, [(0,)])
+    if is_recorded(training):
+        assert not any(ran)
+        assert "no memory for it" in training.status().refusals
