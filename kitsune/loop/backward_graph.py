@@ -80,12 +80,13 @@ class BackwardGraph:
         Args:
             record: records `part.without(missing)`, if that can be.
         """
+        if not self._wanted:
+            return
         wanted, self._wanted = self._wanted, []
         for missing in wanted:
             if self._records and sum(case.recording is not None for case in self._cases.values()) < _MOST_RECORDINGS:
                 self._cases[missing] = _Case(self._cases[missing].in_order, record(self.part, missing))
-        if wanted:
-            self._note_gradients()
+        self._note_gradients()
 
     def drop_recording(self) -> None:
         """Gives the graphs up, unless their gradients are in use: something else takes their place."""

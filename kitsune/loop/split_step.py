@@ -163,9 +163,7 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        started = time.perf_counter()
         self._graphs.record_cases(self._record_case)
-        self.setup_seconds += time.perf_counter() - started
         copied, missing = self._graphs.take_counts()
         if copied:
             kept = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
@@ -256,7 +254,10 @@ class SplitStep(GuardedStep):
     def _record_case(self, part: BackwardPart, missing: frozenset[int]) -> Recording | None:
         graphs = self._graphs
         assert graphs is not None
-        return self._recorder.record_case(graphs.program, graphs.forward, part, missing)
+        started = time.perf_counter()
+        recording = self._recorder.record_case(graphs.program, graphs.forward, part, missing)
+        self.setup_seconds += time.perf_counter() - started
+        return recording
 
     def _fuses(self, flat: Sequence[torch.Tensor]) -> bool:
         return self._config.fuses() and refuse_fusion(flat[0].device) is None
