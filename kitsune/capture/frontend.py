@@ -33,6 +33,9 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
+_capturing = threading.RLock()
+"""What is patched for a capture would be restored in another order by captures in several threads."""
+
 _CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
 
 
@@ -250,7 +253,7 @@ def _strict_capture() -> Iterator[None]:
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
-    with switches, generators, metrics:
+    with _capturing, switches, generators, metrics:
         yield
 
 

@@ -61,15 +61,21 @@ class BackwardPart:
                 copies[node] = _zeros(graph, node.meta["val"])
             elif node.op != "output":
                 copies[node] = graph.node_copy(node, lambda argument: copies[argument])
-        pairs = zip(dataflow.outputs(self.backward.graph), self.depends, strict=True)
-        graph.output([copies[grad] for grad, needs in pairs if grad is not None and not (needs and needs <= missing)])
+        grads = dataflow.outputs(self.backward.graph)
+        graph.output([fx.map_arg(grads[index], copies.__getitem__) for index in self._present(missing)])
         graph.eliminate_dead_code()
         return fx.GraphModule(self.backward, graph)
 
     def spread(self, missing: frozenset[int], grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """What `without(missing)` returns, as gradients of `gradient_places`; None for the others."""
-        rest = iter(grads)
-        return [None if needs and needs <= missing else next(rest) for needs in self.depends]
+        found: list[torch.Tensor | None] = [None for _ in self.depends]
+        for index, grad in zip(self._present(missing), grads, strict=True):
+            found[index] = grad
+        return found
+
+    def _present(self, missing: frozenset[int]) -> list[int]:
+        """The indices of the gradients that depend on other roots than `missing`, or on none."""
+        return [index for index, needs in enumerate(self.depends) if not needs or not needs <= missing]
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,15 @@ class BackwardGraph:
         Args:
             have_moved: whether `saved` lie elsewhere than in the forward pass's memory, where the graph reads them.
         """
+        if all(tangent is None for tangent in tangents):
+            return [None for _ in self.part.depends]
         pairs = zip(tangents, self._layouts, strict=True)
         inputs = [*saved, *(layout.fit(tangent) for tangent, layout in pairs if tangent is not None)]
         missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
         if missing not in self._cases:
             self._cases[missing] = _Case(InOrder(self.part.without(missing)), None)
-            self._wanted.append(missing)
+            if self._records:
+                self._wanted.append(missing)
         case = self._cases[missing]
         if case.recording is not None and not have_moved and not case.handed_out.in_use():
             grads = case.recording(inputs)
@@ -74,19 +77,23 @@ class BackwardGraph:
             grads = case.in_order(inputs)
         return [None if grad is None else grad.detach() for grad in self.part.spread(missing, grads)]
 
+    @property
+    def has_new_cases(self) -> bool:
+        """Whether there are cases to be recorded, whose gradients will lie elsewhere then."""
+        return bool(self._wanted)
+
     def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
         """Records the cases that were met for the first time. To be called while all that was saved is there.
 
         Args:
             record: records `part.without(missing)`, if that can be.
         """
-        if not self._wanted:
-            return
-        wanted, self._wanted = self._wanted, []
-        for missing in wanted:
-            if self._records and sum(case.recording is not None for case in self._cases.values()) < _MOST_RECORDINGS:
+        while self._wanted:
+            missing = self._wanted[0]
+            if sum(case.recording is not None for case in self._cases.values()) < _MOST_RECORDINGS:
                 self._cases[missing] = _Case(self._cases[missing].in_order, record(self.part, missing))
-        self._note_gradients()
+                self._note_gradients()
+            self._wanted.pop(0)
 
     def drop_recording(self) -> None:
         """Gives the graphs up, unless their gradients are in use: something else takes their place."""
@@ -102,7 +109,7 @@ class BackwardGraph:
     def release(self) -> None:
         """Gives the graphs and their memory back."""
         self.forget_gradients()
-        self._records = False
+        self._records, self._wanted = False, []
         for missing, case in self._cases.items():
             if case.recording is not None:
                 case.recording.release()

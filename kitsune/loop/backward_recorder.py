@@ -78,6 +78,21 @@ class BackwardRecorder:
 
         To be called while the memory of `forward` holds values. As many streams are tried as for the program.
         """
+        try:
+            return self._case(program, forward, part, missing)
+        except torch.OutOfMemoryError:
+            refusal = Refusal("there is too little device memory to record the backward pass of some outputs")
+        except RefusedError as error:
+            refusal = error.refusal
+        except Exception as error:  # noqa: BLE001 - drivers and compilers fail in many ways, and the loop does without
+            kind = type(error).__name__
+            refusal = Refusal(f"the backward pass of some outputs cannot be recorded ({kind}: {first_line(error)})")
+        self._log.do_without(refusal)
+        return None
+
+    def _case(
+        self, program: SplitProgram, forward: Recording, part: BackwardPart, missing: frozenset[int]
+    ) -> Recording | None:
         module = part.without(missing)
         if not dataflow.outputs(module.graph):
             return None
@@ -87,11 +102,7 @@ class BackwardRecorder:
         tangents = [torch.ones_like(program.tangents[root].empty()) for root in roots]
         inputs = [*(static[index] for index in part.saved), *tangents]
         backward = _Backward(module, inputs, inputs, len(part.saved), [])
-        try:
-            in_order = self._in_order(backward)
-        except RefusedError as error:
-            self._log.do_without(error.refusal)
-            return None
+        in_order = self._in_order(backward)
         if self._num_streams == 1:
             return in_order
         try:

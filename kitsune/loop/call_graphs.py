@@ -142,6 +142,11 @@ class CallGraphs:
         count = len(stable) + len(arguments)
         return [next(parts[place not in self.stable]) for place in range(count)]
 
+    @property
+    def has_new_cases(self) -> bool:
+        """See `BackwardGraph`."""
+        return any(graph.has_new_cases for graph in self._backwards)
+
     def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
         """See `BackwardGraph`."""
         for graph in self._backwards:

@@ -229,10 +229,10 @@ class Contest(Generic[E]):
         return _first_of_the_fastest(self._replay_times())
 
     def _finalists(self) -> tuple[int, int]:
-        """The place of the fastest, and that of the best of those before it."""
+        """The place of the fastest, and that of the best; if they are the same, of the best of those before it."""
         times_us = self._replay_times()
-        leader = times_us.index(min(times_us))
-        return leader, _first_of_the_fastest(times_us[:leader]) if leader else 0
+        leader, best = times_us.index(min(times_us)), _first_of_the_fastest(times_us)
+        return leader, best if best != leader or not leader else _first_of_the_fastest(times_us[:leader])
 
     def _replay_times(self) -> list[float]:
         """For each entrant what a replay takes, as far as it was timed."""

@@ -149,7 +149,8 @@ class DropInLoop:
             self._latest_updated = False
             self._finish_iteration()
             return
-        self._latest_updated = replays and self._update.replay()
+        is_passing = any(step.has_new_cases for step, _, _ in self._iteration.values())
+        self._latest_updated = replays and not is_passing and self._update.replay()
         if not self._latest_updated:
             self._optimizer.step()
         self._finish_iteration()

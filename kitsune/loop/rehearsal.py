@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,8 +19,8 @@ _DRAWS = 2
 _MOST_DRAWS = 10
 _TIMES = 10.0
 
-# A loss near zero is the difference of numbers of about one.
-_LEAST_SCALE = 1.0
+# A loss near zero is the difference of numbers of about one, in float32 at least.
+_LEAST_UNIT = torch.finfo(torch.float32).eps
 
 
 def difference(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
@@ -37,19 +38,24 @@ def difference(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[T
     inputs = [tensor.detach() for tensor in inputs]
     eps, generator = rounding(before.graph), torch.Generator(device).manual_seed(0)
     written = dataflow.written_inputs(after.graph) | dataflow.written_inputs(before.graph)
-    wanted, found = _left_by(before, inputs, written), _left_by(after, inputs, written)
+    wanted = _left_by(before, inputs, written)
+    apart = [0.0] * len(wanted)
+
+    def draw() -> None:
+        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs], written)
+        found = map(_distance, drawn, wanted)
+        apart[:] = [max(most, one) if math.isfinite(one) else most for most, one in zip(apart, found, strict=True)]
+
+    for _ in range(_DRAWS):
+        draw()
+    found = _left_by(after, inputs, written)
     if [one.kind() for one in found] != [one.kind() for one in wanted]:
         return "it returns other sizes or types"
-    apart, suspicion = [0.0] * len(wanted), None
-    for count in range(1, _MOST_DRAWS + 1):
-        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs], written)
-        apart = [max(pair) for pair in zip(apart, map(_distance, drawn, wanted), strict=True)]
-        if count < _DRAWS:
-            continue
-        suspicion = _suspicion(found, wanted, apart)
-        if suspicion is None:
+    for _ in range(_DRAWS, _MOST_DRAWS):
+        if _suspicion(found, wanted, apart) is None:
             return None
-    return suspicion
+        draw()
+    return _suspicion(found, wanted, apart)
 
 
 class _Left(NamedTuple):
@@ -95,6 +101,5 @@ def _distance(one: _Left, other: _Left) -> float:
 
 
 def _unit(result: Tensor) -> float:
-    if result.dim() > 0 or not result.is_floating_point():
-        return unit(result)
-    return torch.finfo(result.dtype).eps * max(norm(result), _LEAST_SCALE)
+    least = min(_LEAST_UNIT, torch.finfo(result.dtype).eps) if result.is_floating_point() and result.dim() == 0 else 0.0
+    return max(unit(result), least)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
+from kitsune.capture.watch import refuse_surroundings
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
@@ -90,6 +91,11 @@ class SplitStep(GuardedStep):
         return self._graphs is not None and self._graphs.program.is_rewritten
 
     @property
+    def has_new_cases(self) -> bool:
+        """Whether gradients of the latest backward pass will lie elsewhere from the next one on."""
+        return self._graphs is not None and self._graphs.has_new_cases
+
+    @property
     def schedules(self) -> tuple[ScheduleTime, ...]:
         """Those of the backward pass that were tried."""
         return () if self._graphs is None else self._recorder.schedules
@@ -163,15 +169,16 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        self._graphs.record_cases(self._record_case)
-        copied, missing = self._graphs.take_counts()
+        if self._graphs.has_new_cases and self.chooser.refusal is None and refuse_surroundings() is None:
+            self._graphs.record_cases(self._record_case)
+        copied, partial = self._graphs.take_counts()
         if copied:
             kept = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
             self._log.add(RefusedError(kept, passing=True))
-        if missing:
-            unused = Refusal("not all outputs had a gradient, and the backward pass was not recorded for that yet")
+        if partial:
+            unused = Refusal("not all outputs had a gradient in a backward pass, which ran operator by operator")
             self._log.add(RefusedError(unused, passing=True))
-        return copied + missing
+        return copied + partial
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         try:
@@ -255,7 +262,9 @@ class SplitStep(GuardedStep):
         graphs = self._graphs
         assert graphs is not None
         started = time.perf_counter()
-        recording = self._recorder.record_case(graphs.program, graphs.forward, part, missing)
+        autocast = torch.autocast(graphs.program.tangents[0].device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), autocast:  # `optimizer.step()` may be in any of them
+            recording = self._recorder.record_case(graphs.program, graphs.forward, part, missing)
         self.setup_seconds += time.perf_counter() - started
         return recording
 

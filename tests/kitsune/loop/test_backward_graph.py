@@ -96,6 +96,8 @@ def test_each_case_is_recorded_once(place: str, ran: list[bool]) -> None:
     if is_recorded(training):
         assert ran.count(False) == 3
         assert all(ran[-3:])
+    assert "update" in training.status().covered
+    assert len(training.status().refusals) == is_recorded(training)
 
 
 def test_only_so_many_are_recorded(place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
