@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import backward_graph, backward_recorder
 from kitsune.loop.backward_graph import BackwardGraph
-from tests.kitsune.training import Training, adam, batch, compare
+from tests.kitsune.training import Training, adam, batch, compare, sgd
 
 STEPS = 8
 
@@ -115,21 +116,80 @@ def test_gradients_that_are_kept_stay(place: str, ran: list[bool]) -> None:
         assert any("are kept" in refusal for refusal in training.status().refusals)
 
 
+class _Nothing(torch.autograd.Function):
+    """Gives no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+class Bias(nn.Module):
+    """Its outputs have nothing in common, and nothing is saved for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.shift, x * self.scale
+
+
+def test_no_gradient_at_all(place: str) -> None:
+    """Autograd asks a node for its gradients even if it has none for it."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        shifted, scaled = training.model(x)
+        loss = _Nothing.apply(shifted).sum() + scaled.square().sum()
+        loss.backward()
+        assert training.model.shift.grad is None
+        training.optimizer.step()
+        return loss.detach()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Bias().to(place)
+        return model, adam(model)
+
+    compare("drop_in", build, loop=loop, batches=partial(batch, device=place))
+
+
+@pytest.mark.parametrize("inside", [torch.inference_mode, partial(torch.autocast, dtype=torch.bfloat16)])
+def test_what_surrounds_the_update_is_nothing_to_a_recording(place: str, inside: Any, ran: list[bool]) -> None:
+    surroundings = partial(inside, place) if isinstance(inside, partial) else inside
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Heads().to(place, torch.float64)
+        return model, sgd(model, lr=0.05)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(training.model(x)[0], y)
+        loss.backward()
+        with surroundings():
+            training.optimizer.step()
+        return loss.detach()
+
+    batches = partial(batch, dtype=torch.float64, device=place)
+    training = compare("drop_in", build, loop=loop, steps=STEPS, batches=batches, rtol=1e-9, atol=1e-11)
+    if is_recorded(training):
+        assert ran == [False, *[True] * (len(ran) - 1)]
+
+
+@pytest.mark.parametrize("error", [RefusedError(Refusal("no memory for it")), torch.OutOfMemoryError(), KeyError()])
 def test_what_cannot_be_recorded_runs_operator_by_operator(
-    place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch
+    place: str, error: Exception, ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise RefusedError(Refusal("no memory for it"))
+        raise error
 
-    record = backward_recorder.BackwardRecorder.record_case
-
-    def refused(self: backward_recorder.BackwardRecorder, *args: object) -> object:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backward_recorder.BackwardRecorder, "_in_order", refuse)
-            return record(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(backward_recorder.BackwardRecorder, "record_case", refused)
+    monkeypatch.setattr(backward_recorder.BackwardRecorder, "_case", refuse)
     training = same(place, [(0,)])
     if is_recorded(training):
         assert not any(ran)
-        assert "no memory for it" in training.status().refusals
+        assert len(training.status().refusals) == 2

@@ -161,3 +161,12 @@ def test_a_unit_that_is_about_to_open_may_do_so(seed: int, monkeypatch: pytest.M
     shut = changed(traced.module, with_argument(aten.threshold_backward.default, 2, 1e-3))
     monkeypatch.setattr(rehearsal, "rounding", lambda graph: 2.0**-7)
     assert difference(traced.module, shut, traced.inputs) is None
+
+
+def test_draws_that_overflow_explain_nothing() -> None:
+    model = nn.Linear(4, 3)
+    traced = traced_step(model, lambda output, y: output.square().sum(), torch.randn(8, 4), torch.zeros(8))
+    other = changed(traced.module, plus(1e6, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "off_by", lambda eps, tensor, generator: tensor * 1e30)
+        assert difference(traced.module, other, traced.inputs) is not None
