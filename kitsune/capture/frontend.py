@@ -34,7 +34,8 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
 _capturing = threading.RLock()
-"""What is patched for a capture would be restored in another order by captures in several threads."""
+"""What is patched for a capture would be restored in another order by captures in several threads. None waits for
+another one: its call may be waiting for the other's, in a collective operation."""
 
 _CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
 
@@ -242,6 +243,9 @@ def _strict_capture() -> Iterator[None]:
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
     settings, as torch 2.11 fails to write down the functions that are among them.
+
+    Raises:
+        RefusedError: another thread is in the midst of a capture.
     """
     switches = config.patch(
         skip_nnmodule_hook_guards=False,
@@ -253,8 +257,13 @@ def _strict_capture() -> Iterator[None]:
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
-    with _capturing, switches, generators, metrics:
-        yield
+    if not _capturing.acquire(blocking=False):
+        raise RefusedError(Refusal("another thread is in the midst of a capture"), passing=True)
+    try:
+        with switches, generators, metrics:
+            yield
+    finally:
+        _capturing.release()
 
 
 def _said_once() -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.kitsune.training import Training, batch, compare, sgd
+from tests.kitsune.training import Nothing, Training, batch, compare, sgd
 
 Losses = tuple[Tensor, ...]
 
@@ -244,18 +244,6 @@ def test_a_call_that_cannot_run_again_keeps_the_precision_of_its_capture_once(de
         modes.append(training.status().mode)
     assert modes[4:] == ["replay", "replay", "eager", "replay", "replay", "replay"]
     assert "autocast" in "".join(map(str, training.status().refusals))
-
-
-class Nothing(torch.autograd.Function):
-    """Passes on no gradient at all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        return None
 
 
 @pytest.mark.parametrize("steps", [range(1), range(4, 8)], ids=["eager", "replayed"])

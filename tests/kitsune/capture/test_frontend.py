@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -67,6 +68,33 @@ def test_what_is_said_only_once_does_not_break_the_graph(
     assert len(runner.graphs) == 2
     assert said == ["deprecated"]
     assert caplog.messages == []
+
+
+def test_one_thread_captures_at_a_time() -> None:
+    """The call of the other runs as it is, and is captured the next time."""
+    refused: list[RefusedError] = []
+    others, runner = guarded(lambda x: x * 2)
+
+    def elsewhere() -> None:
+        try:
+            others(torch.ones(2))
+        except RefusedError as error:
+            refused.append(error)
+
+    class Meanwhile(Runner):
+        def run(self, graph: fx.GraphModule, flat: Sequence[Tensor]) -> Sequence[Any]:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            return super().run(graph, flat)
+
+    assert GuardedFunction(lambda x: x + 1, Meanwhile().run)(torch.ones(2)).tolist() == [2, 2]
+    (error,) = refused
+    assert error.passing
+    assert "another thread" in str(error)
+    elsewhere()
+    assert len(refused) == 1
+    assert len(runner.graphs) == 1
 
 
 def test_what_is_logged_each_time_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import backward_graph, backward_recorder
 from kitsune.loop.backward_graph import BackwardGraph
-from tests.kitsune.training import Training, adam, batch, compare, sgd
+from tests.kitsune.training import Nothing, Training, adam, batch, compare, sgd
 
 STEPS = 8
 
@@ -116,18 +116,6 @@ def test_gradients_that_are_kept_stay(place: str, ran: list[bool]) -> None:
         assert any("are kept" in refusal for refusal in training.status().refusals)
 
 
-class _Nothing(torch.autograd.Function):
-    """Gives no gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        return None
-
-
 class Bias(nn.Module):
     """Its outputs have nothing in common, and nothing is saved for the first."""
 
@@ -145,7 +133,7 @@ def test_no_gradient_at_all(place: str) -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()
         shifted, scaled = training.model(x)
-        loss = _Nothing.apply(shifted).sum() + scaled.square().sum()
+        loss = Nothing.apply(shifted).sum() + scaled.square().sum()
         loss.backward()
         assert training.model.shift.grad is None
         training.optimizer.step()
