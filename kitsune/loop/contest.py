@@ -22,10 +22,16 @@ _SAMPLES = 7
 _TURN = _UNTIMED + _SAMPLES
 
 # The fastest meets the best of the earlier ones again, in turns, so that a device that changes its pace favours none.
+# Some replays of these turns run as any other: what passes between two of them is the pace of the loop.
 _RUNOFF_TURNS = 4
+_PACED = 12
+_RUNOFF_TURN = _UNTIMED + _PACED + _SAMPLES
 
 # What is no faster than this against an earlier entrant is noise.
 _MARGIN = 0.99
+
+# One pace is slower than another if so many of the pairs say so; of 40 steps each, chance alone says so in one of 100.
+_SLOWER = 0.65
 
 _PROBE_EVERY = 5000
 _DRIFT = 1.2
@@ -54,9 +60,10 @@ class Contest(Generic[E]):
 
     Once opened, each in turn replays some of the user's own steps, and is timed; the best replays all later ones: the
     first one that none of the others is clearly faster than. A replay takes what the device takes for it, or what the
-    host takes to launch it, if that is more: graphs on several streams take longer to launch, and steps follow each
-    other no faster than that. The best is made anew, alone, so that no memory of the trials is kept. It is timed again
-    now and then: when it has become much slower than it was, the trials are repeated, and from then on less often.
+    host takes to launch it, if that is more. And where the loop as a whole leaves the device idle, none is chosen that
+    slows the loop down: a graph on several streams takes longer to launch, which is lost if nothing waits for the
+    device. The best is made anew, alone, so that no memory of the trials is kept. It is timed again now and then: when
+    it has become much slower than it was, the trials are repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once.
@@ -91,6 +98,8 @@ class Contest(Generic[E]):
         self._turns: deque[int] = deque()
         self._samples: dict[int, list[float]] = {}
         self._launches: dict[int, list[float]] = {}
+        self._paces: dict[int, list[float]] = {}
+        self._latest_start = 0.0
         self._slow_probes = 0
         self._is_runoff = False
         self._replays = 0
@@ -107,7 +116,7 @@ class Contest(Generic[E]):
     @property
     def changes_next(self) -> bool:
         """Whether the next call may replay by another entrant."""
-        return self._replays == (_TURN if self.trying else self._probe_every)
+        return self._replays == self._end
 
     @property
     def times_us(self) -> tuple[float | None, ...]:
@@ -133,19 +142,34 @@ class Contest(Generic[E]):
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         """Replays a step. The outputs are the winner's: valid until the next call."""
-        if self.trying and self._replays == _TURN:
-            self._end_turn(inputs)
-        elif not self.trying and self._replays == self._probe_every:
-            self._examine(inputs)
+        if self._replays == self._end:
+            if self.trying:
+                self._end_turn(inputs)
+            else:
+                self._examine(inputs)
         self._replays += 1
-        end = _TURN if self.trying else self._probe_every
-        if self._replays <= end - _SAMPLES:
+        if self._replays <= self._end - _SAMPLES:
+            if self._is_runoff:
+                self._take_pace()
             return self.winner(inputs)
         return self._stopwatch.time(partial(self._launch, inputs))
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
         self._keep()
+
+    @property
+    def _end(self) -> int:
+        """How many replays this turn has, or lie between two looks at the winner."""
+        if not self.trying:
+            return self._probe_every
+        return _RUNOFF_TURN if self._is_runoff else _TURN
+
+    def _take_pace(self) -> None:
+        now = time.perf_counter()
+        if self._replays > _UNTIMED + 1:
+            self._paces.setdefault(self._present, []).append((now - self._latest_start) * 1e6)
+        self._latest_start = now
 
     def _launch(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         started = time.perf_counter()
@@ -155,9 +179,9 @@ class Contest(Generic[E]):
 
     def _begin(self) -> None:
         """Each entrant gets a turn, the first one first, which is present."""
-        self.trying, self._is_runoff = True, False
+        self.trying = True
         self.winner.restart()
-        self._samples, self._launches = {}, {}
+        self._samples, self._launches, self._paces = {}, {}, {}
         self._turns = deque(range(1, len(self._makers)))
         self._replays = 0
         self._stopwatch.read()
@@ -174,7 +198,7 @@ class Contest(Generic[E]):
         if best and not self._is_runoff:
             self._is_runoff = True
             self._times_us = self._medians(self._samples)
-            self._samples, self._launches = {}, {}
+            self._samples, self._launches, self._paces = {}, {}, {}
             self._turns = deque([leader, rival] * _RUNOFF_TURNS)
             if self._next(inputs):
                 return
@@ -194,7 +218,7 @@ class Contest(Generic[E]):
         return False
 
     def _settle(self, best: int, inputs: Sequence[torch.Tensor]) -> None:
-        self.trying = False
+        self.trying = self._is_runoff = False
         self.settled += 1
         latest = zip(self._medians(self._samples), self._times_us, strict=True)
         self._times_us = [earlier if median is None else median for median, earlier in latest]
@@ -226,7 +250,16 @@ class Contest(Generic[E]):
 
     def _best(self) -> int:
         """The place of the best of those that were timed; 0 if none was."""
-        return _first_of_the_fastest(self._replay_times())
+        times_us = self._replay_times()
+        best = _first_of_the_fastest(times_us)
+        rival = min(self._paces, default=best)
+        return rival if best != rival and self._slows_the_loop(best, times_us[best], rival) else best
+
+    def _slows_the_loop(self, place: int, replay_us: float, rival: int) -> bool:
+        """Whether steps follow each other more slowly than with the rival, and the device does not set their pace."""
+        paces_us, others_us = self._paces[place], self._paces[rival]
+        slower = sum(pace_us > other_us for pace_us in paces_us for other_us in others_us)
+        return statistics.median(paces_us) > replay_us and slower > _SLOWER * len(paces_us) * len(others_us)
 
     def _finalists(self) -> tuple[int, int]:
         """The place of the fastest, and that of the best; if they are the same, of the best of those before it."""

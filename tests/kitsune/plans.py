@@ -25,7 +25,7 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
 
     monkeypatch.setattr(planning, "others", only)
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
-    for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1)):
+    for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, name, value)
 
 

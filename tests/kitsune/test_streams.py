@@ -31,7 +31,7 @@ from tests.kitsune import static_memory
 from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
-STEPS = 200
+STEPS = 320
 record = Recording.__init__
 EAGER = 10  # before the first capture, and again after the trials
 

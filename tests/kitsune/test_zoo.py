@@ -137,7 +137,7 @@ def test_fused_it_trains_as_without_kitsune(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(fusing, "channels_last", lambda module: module)
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: len(contest._makers) - 1)
-    for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1)):
+    for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, constant, value)
     eager, run = Run(name, "eager", "cpu"), Run(name, "train_step", "cpu", enable_fusion=True, num_streams=1)
     run.train(4 * STEPS)

@@ -140,10 +140,11 @@ def test_no_gradient_at_all(place: str) -> None:
         return loss.detach()
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Bias().to(place)
+        model = Bias().to(place, torch.float64)
         return model, adam(model)
 
-    compare("drop_in", build, loop=loop, batches=partial(batch, device=place))
+    batches = partial(batch, dtype=torch.float64, device=place)
+    compare("drop_in", build, loop=loop, batches=batches, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("inside", [torch.inference_mode, partial(torch.autocast, dtype=torch.bfloat16)])

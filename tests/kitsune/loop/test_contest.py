@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -16,6 +17,13 @@ INPUTS = [torch.zeros(1)]
 
 
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def fast_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the host's clock is a tenth of a microsecond after the one before."""
+    looks = itertools.count()
+    monkeypatch.setattr(contest.time, "perf_counter", lambda: next(looks) * 1e-7)
 
 
 class Clock:
@@ -105,10 +113,36 @@ class Race:
         return make
 
 
+class Host:
+    """A loop that takes `rest_us` beside the launches of its steps; it goes on at once, or waits for each step."""
+
+    def __init__(
+        self, race: Race, monkeypatch: pytest.MonkeyPatch, launches_us: dict[str, float], rest_us: float, waits: bool
+    ) -> None:
+        self._race, self._rest_us, self._waits = race, rest_us, waits
+        self._us = 0.0
+        monkeypatch.setattr(contest.time, "perf_counter", lambda: self._us * 1e-6)
+        run = Runner.__call__
+
+        def launched(runner: Runner, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self._us += launches_us[runner.name]
+            return run(runner, inputs)
+
+        monkeypatch.setattr(Runner, "__call__", launched)
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            before_us = self._race.clock.us
+            self._race.run(1)
+            self._us += self._rest_us * (1 + step % 3 / 100)
+            if self._waits:
+                self._us += self._race.clock.us - before_us
+
+
 def test_the_fastest_wins_and_is_made_anew_alone() -> None:
     race = Race(10.0, 12.0, 7.0, 9.0)
     race.open()
-    race.run(200)
+    race.run(300)
     assert not race.contest.trying
     assert race.contest.winner is race.made[-1]
     assert race.contest.winner.name == "2"
@@ -158,7 +192,7 @@ def test_the_fastest_meets_the_best_of_the_simpler_ones_again() -> None:
     while len(race.made) < 4:
         race.run(1)
     race.costs_us["1"] = race.made[1].cost_us = 8.0  # ran slower when it had its turn
-    race.run(200)
+    race.run(300)
     assert race.contest.place == 1
     assert race.contest.times_us == (20.0, 8.0, 12.0, 9.0)
     assert race.alive() == ["1"]
@@ -167,7 +201,7 @@ def test_the_fastest_meets_the_best_of_the_simpler_ones_again() -> None:
 def test_an_entrant_that_cannot_be_made_is_passed_over() -> None:
     race = Race(10.0, None, 5.0, None)
     race.open()
-    race.run(150)
+    race.run(300)
     assert race.refusals == ["no 1", "no 3"]
     assert race.contest.place == 2
     assert race.contest.times_us == (10.0, None, 5.0, None)
@@ -204,7 +238,7 @@ def test_what_else_the_loop_does_is_not_counted() -> None:
     """Between any two steps the loop does something that takes ever longer."""
     race = Race(10.0, 8.0)
     race.open()
-    for step in range(150):
+    for step in range(300):
         race.contest(INPUTS)
         race.clock.us += 100.0 + step
     assert race.contest.place == 1
@@ -213,7 +247,7 @@ def test_what_else_the_loop_does_is_not_counted() -> None:
 
 def test_the_first_starts_anew_when_the_trials_begin() -> None:
     race = Race(10.0, 12.0)
-    race.run(200)
+    race.run(300)
     race.open()
     assert race.made[0].restarts == 1
 
@@ -222,7 +256,7 @@ def test_where_there_is_no_room_for_trials_the_winner_stays(monkeypatch: pytest.
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 5.0)
     race.open()
-    race.run(200)
+    race.run(300)
     winner = race.contest.winner
     race.costs_us["0"] = None
     winner.cost_us = 20.0
@@ -235,8 +269,8 @@ def test_where_there_is_no_room_for_trials_the_winner_stays(monkeypatch: pytest.
 def test_every_step_is_run_once() -> None:
     race = Race(10.0, 12.0, 7.0)
     race.open()
-    race.run(150)
-    assert sum(runner.calls for runner in race.made) == 150
+    race.run(300)
+    assert sum(runner.calls for runner in race.made) == 300
 
 
 def test_a_first_slow_replay_does_not_count() -> None:
@@ -245,7 +279,7 @@ def test_a_first_slow_replay_does_not_count() -> None:
     race.made[0].cost_us = 1000.0
     race.run(1)
     race.made[0].cost_us = 10.0
-    race.run(150)
+    race.run(300)
     assert race.contest.times_us == (10.0, 5.0)
 
 
@@ -255,7 +289,7 @@ def test_a_device_that_became_faster_in_the_meantime_favours_no_one() -> None:
     while len(race.made) < 2:
         race.run(1)
     race.made[0].cost_us = 5.0  # all ran slower when the first had its turn
-    race.run(150)
+    race.run(300)
     assert race.contest.place == 0
     assert race.contest.times_us == (5.0, 6.0)
 
@@ -263,7 +297,7 @@ def test_a_device_that_became_faster_in_the_meantime_favours_no_one() -> None:
 def test_making_is_counted_once() -> None:
     race = Race(10.0, 5.0)
     race.open()
-    race.run(150)
+    race.run(300)
     assert race.contest.take_making_seconds() > 0
     assert race.contest.take_making_seconds() == 0
     race.run(10)
@@ -276,7 +310,7 @@ def test_a_winner_that_cannot_be_made_again_leaves_the_first() -> None:
     while len(race.made) < 2:
         race.run(1)
     race.costs_us["1"] = None
-    race.run(150)
+    race.run(300)
     assert race.refusals == ["no 1"]
     assert race.contest.place == 0
     assert race.alive() == ["0"]
@@ -289,7 +323,7 @@ def test_if_not_even_the_first_can_be_made_the_call_is_refused() -> None:
         race.run(1)
     race.costs_us.update({"0": None, "1": None})
     with pytest.raises(RefusedError, match="no 0") as caught:
-        race.run(150)
+        race.run(300)
     assert caught.value.passing
     assert race.alive() == []
     with pytest.raises(RefusedError, match="no 0"):
@@ -300,7 +334,7 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 5.0)
     race.open()
-    race.run(200)
+    race.run(300)
     assert race.contest.place == 1
     winner = race.contest.winner
     winner.cost_us = 5.5
@@ -308,7 +342,7 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert race.contest.winner is winner
     assert not race.contest.trying
     winner.cost_us = 20.0  # another process shares the device, say; a new one takes 5 again
-    race.run(200)
+    race.run(300)
     assert race.contest.place == 1
     assert race.contest.winner is not winner
     assert winner.released
@@ -318,7 +352,7 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     race.contest.winner.cost_us = 20.0
     race.run(60 - race.contest._replays)  # the next look comes after 60
     assert len(race.made) == made
-    race.run(200)
+    race.run(300)
     assert len(race.made) > made
 
 
@@ -326,7 +360,7 @@ def test_a_slowdown_that_passes_is_none(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 5.0)
     race.open()
-    race.run(200)
+    race.run(300)
     winner = race.contest.winner
     for _ in range(4):
         race.run(30 - race.contest._replays)
@@ -344,30 +378,57 @@ def test_a_slowdown_that_passes_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_step_takes_at_least_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is faster on the device is no use where the host takes longer to launch it."""
     race = Race(10.0, 6.0, 8.0)
-    host = Clock()
-    monkeypatch.setattr(contest.time, "perf_counter", lambda: host.us * 1e-6)
-    launches = {"0": 4.0, "1": 9.0, "2": 7.0}
-    run = Runner.__call__
-
-    def launched(runner: Runner, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        host.us += launches[runner.name]
-        return run(runner, inputs)
-
-    monkeypatch.setattr(Runner, "__call__", launched)
+    host = Host(race, monkeypatch, {"0": 4.0, "1": 9.0, "2": 7.0}, rest_us=0.0, waits=False)
     race.open()
-    race.run(200)
+    host.run(300)
     assert race.contest.place == 2
     assert race.contest.times_us == (10.0, 6.0, 8.0), "of the device"
+
+
+@pytest.mark.parametrize(
+    ("rest_us", "waits", "place"),
+    [
+        pytest.param(20.0, False, 0, id="the host sets the pace"),
+        pytest.param(1.0, False, 1, id="the device sets the pace"),
+        pytest.param(20.0, True, 1, id="each waits for the other"),
+        pytest.param(200.0, True, 1, id="each waits for the other and the loop takes long"),
+    ],
+)
+def test_what_slows_the_loop_down_is_not_chosen(
+    rest_us: float, waits: bool, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other is faster on the device, and takes a little longer to launch."""
+    race = Race(10.0, 7.0)
+    host = Host(race, monkeypatch, {"0": 4.0, "1": 5.0}, rest_us, waits)
+    race.open()
+    host.run(300)
+    assert not race.contest.trying
+    assert race.contest.place == place
+    assert race.contest.times_us == (10.0, 7.0)
+
+
+def test_after_drift_the_pace_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0, 7.0)
+    launches_us = {"0": 4.0, "1": 5.0}
+    host = Host(race, monkeypatch, launches_us, rest_us=20.0, waits=False)
+    race.open()
+    host.run(300)
+    assert race.contest.place == 0
+    race.contest.winner.cost_us = 50.0
+    launches_us["1"] = 3.0
+    host.run(400)
+    assert race.contest.place == 1
 
 
 def test_after_drift_an_entrant_may_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 5.0)
     race.open()
-    race.run(200)
+    race.run(300)
     race.costs_us["1"] = None
     race.contest.winner.cost_us = 20.0
-    race.run(200)
+    race.run(300)
     assert race.contest.place == 0
     assert race.contest.times_us == (10.0, None)
     assert race.alive() == ["0"]
@@ -387,7 +448,7 @@ def test_replays_before_it_was_opened_do_not_count() -> None:
 def test_at_most_two_are_kept_beside_the_one_on_trial() -> None:
     race = Race(10.0, 8.0, 9.0, 7.0, 6.0)
     race.open()
-    for _ in range(200):
+    for _ in range(300):
         race.run(1)
         assert len(race.alive()) <= 3
     assert race.alive() == ["4"]
