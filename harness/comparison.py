@@ -119,7 +119,7 @@ def compare(
         samples=samples(newer),
         breakdowns=stages,
         timelines=timelines,
-        stream_gains=stream_gains(stages, timelines, margin),
+        stream_gains=stream_gains(newer, stages, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
         notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin), *filter(None, (pages.problem,))),
         damage=history.damage,

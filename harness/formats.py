@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
+from harness.replay_plans import ReplayPlan
 from harness.rows import Commit, Parity
 from harness.stats import Estimate
+from harness.stream_gains import StreamGain
 
 ABSENT = "—"
 
@@ -84,6 +87,24 @@ def steps(value: float | None) -> str:
 def counted(number: int, noun: str) -> str:
     """ "1 case", "3 cases"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def replay_plan(plan: ReplayPlan) -> str:
+    """ "in order", "list on 2 streams (fused)"."""
+    streams = "" if plan.num_streams == 1 else f" on {plan.num_streams} streams"
+    return one_line(f"{plan.strategy}{streams}{' (fused)' if plan.fused else ''}")
+
+
+def plans(gain: StreamGain) -> str:
+    """The plans that rounds chose, with the number of rounds: "in order, list on 2 streams ×2".
+
+    Where no round tells, the plan of the profiled process.
+    """
+    if not any(gain.plans):
+        return ABSENT if gain.profiled_plan is None else f"{replay_plan(gain.profiled_plan)} where it was profiled"
+    rounds = Counter("not recorded" if plan is None else replay_plan(plan) for plan in gain.plans)
+    told = ", ".join(plan if number == 1 else f"{plan} ×{number}" for plan, number in rounds.items())
+    return f"{told} on both sides: the difference is noise" if gain.is_same_plan else told
 
 
 def one_line(text: str) -> str:

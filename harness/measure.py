@@ -27,6 +27,7 @@ from harness.memory_recording import recorded_step
 from harness.memory_timeline import NOT_RECORDED, MemoryTimeline, memory_timeline
 from harness.names import reference_of
 from harness.profiles import Case, Effort
+from harness.replay_plans import ReplayPlan
 from harness.timer import BlockTime, synchronize, time_block
 from harness.turns import Ending, Limits, take_turns
 from harness.variants.availability import unavailable
@@ -96,6 +97,7 @@ class RoundResult:
 
     ``throttled`` are the numbers of the turns in which the GPU was; ``ended`` and ``half_width`` are those of
     :class:`harness.turns.Taken`. ``gpu`` and ``host`` say what was going on meanwhile, as :mod:`harness.sensors` does.
+    ``plans`` are those by which variants replayed at the end of the round, of the variants that tell.
     """
 
     steps_per_block: int
@@ -106,6 +108,7 @@ class RoundResult:
     half_width: float = math.inf
     gpu: Mapping[str, object] = field(default_factory=dict)
     host: Mapping[str, object] = field(default_factory=dict)
+    plans: Mapping[str, ReplayPlan] = field(default_factory=dict)
 
 
 def probe(kitsune_root: Path | None, note: Callable[[str], None]) -> Probe:
@@ -196,7 +199,15 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
         rng=random.Random(f"{job.case.name} {job.round}"),
     )
     return RoundResult(
-        steps, taken.blocks, failures, taken.throttled, taken.ended, taken.half_width, gpu.summary(), host.summary()
+        steps,
+        taken.blocks,
+        failures,
+        taken.throttled,
+        taken.ended,
+        taken.half_width,
+        gpu.summary(),
+        host.summary(),
+        _plans({name: trainings[name] for name in taken.blocks}),
     )
 
 
@@ -258,6 +269,19 @@ def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
 def timed_block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
     """One block of so many steps, behind its lead-in."""
     return time_block(run, steps, device, lead_in=profiles.lead_in_steps(device.type, steps))
+
+
+def _plans(trainings: Mapping[str, Training]) -> dict[str, ReplayPlan]:
+    """What the trainings replay by at present, of those that tell."""
+    found = {name: _plan_in_use(training) for name, training in trainings.items()}
+    return {name: plan for name, plan in found.items() if plan is not None}
+
+
+def _plan_in_use(training: Training) -> ReplayPlan | None:
+    try:
+        return training.plan_in_use()
+    except Exception:  # noqa: BLE001  # the commit under test may raise anything, and its times stand without a plan
+        return None
 
 
 def _rotated(tasks: tuple[Task, ...], by: int) -> tuple[Task, ...]:

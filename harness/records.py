@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import get_args
 
 from harness.memory_timeline import NOT_RECORDED, ON_THE_CPU, MemoryTimeline, Point
 from harness.phases import PHASES, Clock
+from harness.plan_fields import DamageError
 from harness.profiles import Name
+from harness.replay_plans import ReplayPlan, replay_plan
 
 SCHEMA = 1
 
@@ -79,7 +81,8 @@ class Round:
     """One fresh process that timed the variants of one case in turns; entry i of every variant is the same turn.
 
     ``throttled`` turns, of which the GPU protected itself, were kept in the file and are left out of ``blocks``, unless
-    there were no others.
+    there were no others. ``plans`` are those by which Kitsune's variants replayed at the end of the round, of the
+    variants that told; results of earlier versions have none.
     """
 
     run: str
@@ -91,6 +94,7 @@ class Round:
     steps_per_block: int
     blocks: Mapping[str, Blocks]
     throttled: int = 0
+    plans: Mapping[str, ReplayPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,7 @@ def _round(fields: Mapping[str, object]) -> Round:
         steps_per_block=_whole(fields, "steps_per_block", least=1),
         blocks=blocks,
         throttled=len(throttled),
+        plans={} if fields.get("plans") is None else _plans(_mapping(fields, "plans"), blocks),
     )
 
 
@@ -239,6 +244,17 @@ def _turns(entries: object, count: int) -> frozenset[int]:
         if type(entry) is not int or not 0 <= entry < count:
             raise RecordError(f"throttled: there is no turn {_shown(entry)} among {count}")
     return frozenset(entries)
+
+
+def _plans(named: Mapping[str, object], timed: Collection[str]) -> dict[str, ReplayPlan]:
+    """Plans of some of the variants that were timed."""
+    for variant in named:
+        if variant not in timed:
+            raise RecordError(f"plans: there are no blocks of {_shown(variant)}")
+    try:
+        return {variant: replay_plan(entry, f"plans[{variant!r}]") for variant, entry in named.items()}
+    except DamageError as error:
+        raise RecordError(str(error)) from None
 
 
 def _blocks(variant: str, entry: object) -> Blocks:

@@ -61,9 +61,12 @@ class Measurement:
         """Seconds per step of two variants, turn by turn, of each round that timed both."""
         return [
             list(zip(entry.blocks[variant].seconds, entry.blocks[reference].seconds, strict=True))
-            for entry in self.rounds.get(case, ())
-            if variant in entry.blocks and reference in entry.blocks
+            for entry in self.rounds_of_both(case, variant, reference)
         ]
+
+    def rounds_of_both(self, case: Case, variant: str, reference: str) -> list[Round]:
+        """The rounds that timed both of two variants."""
+        return [entry for entry in self.rounds.get(case, ()) if variant in entry.blocks and reference in entry.blocks]
 
 
 def measurement(history: History, commit: str, runs: Sequence[Run] | None = None) -> Measurement:

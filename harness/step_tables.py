@@ -78,8 +78,9 @@ def stream_table(comparison: Comparison) -> Table:
         Column("chosen plan", "seconds per training step with the streams that Kitsune chose", numeric=True),
         Column("over one stream", "speed-up of the chosen plan, with its 95% interval", numeric=True),
         Column("verdict", "whether the whole interval lies beyond the margin"),
-        Column("streams", "how many the chosen plan uses, where the variant was profiled", numeric=True),
-        Column("schedule", "the strategy that made the chosen plan"),
+        Column(
+            "plans", "what the rounds chose, × in how many; where they do not tell, what the profiled process chose"
+        ),
     )
     rows = [
         (
@@ -88,8 +89,7 @@ def stream_table(comparison: Comparison) -> Table:
             Cell(formats.seconds(entry.chosen_seconds), entry.chosen_seconds),
             _speedup(entry.gain),
             verdict_cell(entry.verdict),
-            Cell(formats.ABSENT if entry.num_streams is None else str(entry.num_streams), entry.num_streams),
-            Cell(formats.ABSENT if entry.strategy is None else formats.one_line(entry.strategy)),
+            Cell(formats.plans(entry)),
         )
         for entry in comparison.stream_gains
     ]

@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from harness import memory_timeline, phases, profiles, records
+from harness import memory_timeline, phases, plan_fields, profiles, records, replay_plans
 from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
@@ -375,7 +375,7 @@ def _contents(path: Path, commit: str, at: Stamp, catalogue: Catalogue) -> tuple
 
 def reader_modules() -> tuple[ModuleType, ...]:
     """The modules that decide what is read of a file, and what is damaged in it."""
-    return sys.modules[__name__], records, memory_timeline, phases, profiles
+    return sys.modules[__name__], records, memory_timeline, phases, plan_fields, profiles, replay_plans
 
 
 @lru_cache(maxsize=1)

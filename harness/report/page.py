@@ -156,8 +156,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Streams over batch sizes",
             "TrainStep with the streams that it chooses by measurement against the same step in order on one stream,"
             " which is the line at 1×; the margin is shaded, bars are 95% intervals. Solid lines are fp32, dashed ones"
-            " amp; hollow marks rest on a single round. Each process chooses anew: streams and schedule are those of"
-            " the process in which set-up and memory were measured.",
+            " amp; hollow marks rest on a single round. Each process chooses anew: plans are those of the rounds, with"
+            " the number of rounds, or else that of the process in which set-up and memory were measured. Where both"
+            " sides ran the very same plan in all rounds, the difference is noise.",
             _stream_gains(comparison, charts["batches"]),
         ),
         _Section(

@@ -190,8 +190,8 @@ def _gained(gain: StreamGain) -> str:
         f"{formats.ratio_with_interval(gain.gain)} × as fast as on one stream: {gain.verdict.value}",
         f"{formats.seconds(gain.one_stream_seconds)} on one stream, {formats.seconds(gain.chosen_seconds)} as chosen",
     ]
-    if gain.num_streams is not None and gain.strategy is not None:
-        lines.append(f"{formats.counted(gain.num_streams, 'stream')}, {style.shown(formats.one_line(gain.strategy))}")
+    if (plans := formats.plans(gain)) != formats.ABSENT:
+        lines.append(style.shown(plans))
     return "<br>".join(lines)
 
 

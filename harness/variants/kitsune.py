@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kitsune
+from harness.replay_plans import ReplayPlan, plan_in_use
 from harness.variants.training import Ingredients, LoopTraining, Training
 
 _UNSETTLED_MODES = ("idle", "measuring")
@@ -31,6 +32,9 @@ class DropInTraining(LoopTraining):
 
     def status(self) -> Mapping[str, object]:
         return self._kitsune.status().as_dict()
+
+    def plan_in_use(self) -> ReplayPlan | None:
+        return plan_in_use(self._kitsune.status().as_dict())
 
 
 class TrainStepTraining(Training):
@@ -69,3 +73,6 @@ class TrainStepTraining(Training):
         except kitsune.KitsuneError:
             return status
         return status if measured is None else {**status, "plan": json.loads(measured.to_json())}
+
+    def plan_in_use(self) -> ReplayPlan | None:
+        return plan_in_use(self._step.status().as_dict())

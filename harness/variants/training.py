@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import models
 from harness import context, workloads
 from harness.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, WHOLE
+from harness.replay_plans import ReplayPlan
 from harness.variants.catalogue import Precision, Variant
 
 _NUM_BATCHES = 8
@@ -109,6 +110,10 @@ class Training(ABC):
 
     def status(self) -> Mapping[str, object] | None:
         """What the variant says of itself, as JSON can hold it; None for those that say nothing."""
+        return None
+
+    def plan_in_use(self) -> ReplayPlan | None:
+        """The plan by which it replays at present, without measuring anything; None for those that tell of none."""
         return None
 
     def _take(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:

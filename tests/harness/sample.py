@@ -5,7 +5,7 @@ Nothing made here ever lies under the project's own ``results/``.
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -119,9 +119,18 @@ def case_fields(model: str, batch: int, device: str) -> dict[str, object]:
     return {"case": f"{model}-b{batch}", "model": model, "batch": batch, "device": device}
 
 
+def plan_fields(strategy: str, num_streams: int = 1, *, fused: bool = True) -> dict[str, object]:
+    return {"strategy": strategy, "num_streams": num_streams, "fused": fused}
+
+
 def round_record(
-    run: str, index: int, case: Mapping[str, object], blocks: Mapping[str, Sequence[float]]
+    run: str,
+    index: int,
+    case: Mapping[str, object],
+    blocks: Mapping[str, Sequence[float]],
+    plans: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
+    """A round; without ``plans`` like those of earlier versions, which did not record them."""
     on_gpu = case["device"] == "cuda"
     entries = {
         variant: {"wall_s": [1.02 * time for time in times], "device_s": list(times)}
@@ -129,7 +138,8 @@ def round_record(
         else {"wall_s": list(times), "device_s": None}
         for variant, times in blocks.items()
     }
-    return {"kind": "round", "run": run, "round": index, **case, "steps_per_block": 50, "blocks": entries}
+    told = {} if plans is None else {"plans": plans}
+    return {"kind": "round", "run": run, "round": index, **case, "steps_per_block": 50, "blocks": entries, **told}
 
 
 def profile_record(
@@ -153,6 +163,8 @@ def profile_record(
 
         fusions = () if "unfused" in variant else plans.FUSIONS
         status["plan"] = plans.document(num_tasks=40, num_streams=2 if on_streams else 1, fusions=fusions)
+        chosen = plan_fields("list", 2 if on_streams else 1, fused=bool(fusions))
+        status["schedules"] = [plan_fields("in order") | {"chosen": False}, chosen | {"chosen": True}]
     memory: dict[str, object] = {"memory_timeline_missing": "torch 9 does not record its allocations: no such function"}
     if variant != "compile_fp32":
         is_captured = variant.startswith(("handcaptured", "kitsune"))
@@ -215,7 +227,7 @@ def write_gpu_history(
 
     ``slowdown`` multiplies the time of Kitsune's autocast ``TrainStep`` for LeNet at the third commit. With ``sweep``
     that commit was timed at other batch sizes too, as the quick profile does. At it the phases of steps were told
-    apart, but for one variant that failed.
+    apart, but for one variant that failed. Rounds of LeNet alone record the plans that Kitsune chose.
     """
     rng = random.Random(seed)
     simulator = Simulator(rng)
@@ -240,7 +252,9 @@ def write_gpu_history(
                     "RuntimeError: CUDA graph replay overwrote a live tensor; accessing tensor output of CUDAGraphs"
                 )
                 records.append(skip_record(run, case, "compile_reduce_overhead_amp", reason, "failed"))
-            records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
+            records += [
+                round_record(run, k, case, simulator.blocks(seconds), _plans(case, seconds, k)) for k in range(rounds)
+            ]
             records += [profile_record(run, case, variant, rng) for variant in seconds]
             if index == 2:
                 records += [
@@ -265,8 +279,24 @@ def _sweep_records(run: str, simulator: Simulator, rounds: int, *, at_head: bool
                 records.append(skip_record(run, case, variant, "measured at HEAD only", "left out"))
         if at_head:
             seconds = dict(zip(_SWEEP_VARIANTS, (time * 1e-6 for time in microseconds), strict=True))
-            records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
+            records += [
+                round_record(run, k, case, simulator.blocks(seconds), _plans(case, seconds, k)) for k in range(rounds)
+            ]
     return records
+
+
+def _plans(case: Mapping[str, object], variants: Iterable[str], index: int) -> dict[str, object] | None:
+    """LeNet alone has them: ``TrainStep`` chose two streams, but for every third round and the largest batch size."""
+    if case["model"] != "lenet":
+        return None
+    in_order = index % 3 == 0 or case["batch"] == 512
+    return {
+        name: plan_fields("in order", fused="unfused" not in name)
+        if in_order or name not in ("kitsune_trainstep_fp32", "kitsune_trainstep_amp")
+        else plan_fields("list", 2)
+        for name in variants
+        if "trainstep" in name
+    }
 
 
 def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:

@@ -3,8 +3,11 @@ import math
 import pytest
 
 from harness import formats
+from harness.replay_plans import ReplayPlan
 from harness.rows import Parity
-from harness.stats import Estimate
+from harness.selection import Case
+from harness.stats import Estimate, Verdict
+from harness.stream_gains import StreamGain
 
 
 @pytest.mark.parametrize(
@@ -92,3 +95,28 @@ def test_a_machine_is_told_by_what_it_has() -> None:
     cpu = facts | {"device": "A CPU", "device_type": "cpu", "driver": None, "triton": "3.6.0"}
     assert formats.machine(cpu) == "A CPU, 16 cores, torch 2.13.0, Python 3.12.3"
     assert formats.machine({}) == "unknown device"
+
+
+IN_ORDER, ON_STREAMS = ReplayPlan("in order", 1, fused=False), ReplayPlan("list", 2, fused=True)
+
+
+def gain_by(*plans: ReplayPlan | None, is_same_plan: bool = False, profiled: ReplayPlan | None = None) -> StreamGain:
+    return StreamGain(
+        case=Case("mlp-b64", "mlp", 64, "cuda"), precision="fp32", variant="kitsune_trainstep_fp32",
+        one_stream_seconds=1e-3, chosen_seconds=1e-3, gain=Estimate(1.0, 0.9, 1.1, 3, 21), verdict=Verdict.SAME,
+        plans=plans, is_same_plan=is_same_plan, profiled_plan=profiled,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gain", "expected"),
+    [
+        (gain_by(IN_ORDER, ON_STREAMS, ON_STREAMS), "in order, list on 2 streams (fused) ×2"),
+        (gain_by(ON_STREAMS, None, None, profiled=IN_ORDER), "list on 2 streams (fused), not recorded ×2"),
+        (gain_by(IN_ORDER, IN_ORDER, is_same_plan=True), "in order ×2 on both sides: the difference is noise"),
+        (gain_by(None, None, profiled=ON_STREAMS), "list on 2 streams (fused) where it was profiled"),
+        (gain_by(None, None), "—"),
+    ],
+)
+def test_plans_are_counted_over_rounds(gain: StreamGain, expected: str) -> None:
+    assert formats.plans(gain) == expected

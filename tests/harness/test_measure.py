@@ -12,6 +12,7 @@ from harness.measure import ProfileJob, RoundJob, Task
 from harness.memory_timeline import ON_THE_CPU
 from harness.processes import Launcher, Note
 from harness.profiles import Case, Effort
+from harness.replay_plans import ReplayPlan
 from harness.timer import BlockTime
 from harness.variants.training import Ingredients, Training, prepare
 
@@ -71,6 +72,14 @@ def test_every_variant_of_a_round_has_every_turn(launcher: Launcher) -> None:
     for times in result.blocks.values():
         assert 2 <= len(times) <= 4
         assert all(block.wall_s > 0 and block.device_s is None for block in times)
+
+
+def test_a_round_tells_the_plan_of_what_replays(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    tasks = (Task("eager_fp32"), Task("kitsune_trainstep_fp32"))
+    result = launcher.run(measure.measure_round, RoundJob(CASE, tasks, EFFORT, 0), timeout_s=120)
+    assert result.failures == {}
+    assert result.plans == {"kitsune_trainstep_fp32": ReplayPlan("in order", 1, fused=False)}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine on which capturing fails")
@@ -137,6 +146,30 @@ def test_a_round_tells_how_it_ended_and_what_disturbed_it(log: list[tuple[str, i
     assert result.gpu == {"unavailable": "measured on the CPU"}
     assert set(result.host) == {"busy_elsewhere", "stolen", "preemptions", "load_1min"}
     assert result.throttled == ()
+
+
+def test_plans_are_those_at_the_end_of_a_round_and_of_what_ran_through(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan_in_use(training: Recorded) -> ReplayPlan | None:
+        if training.name == "compile_fp32":
+            raise AttributeError("an older commit has none")
+        log.append(("plan", 0))
+        return ReplayPlan("list", 2, fused=True) if training.name == "eager_amp" else None
+
+    def block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:
+        run(steps)
+        if log[-1][0] == "handcaptured_fp32":
+            raise ValueError("it broke")
+        return BlockTime(1e-3, None)
+
+    monkeypatch.setattr(Recorded, "plan_in_use", plan_in_use)
+    monkeypatch.setattr(measure, "timed_block", block)
+    tasks = tuple(map(Task, ("eager_fp32", "eager_amp", "compile_fp32", "handcaptured_fp32")))
+    result = measure.measure_round(RoundJob(CASE, tasks, EFFORT, 0), silent)
+    assert set(result.blocks) == {"eager_fp32", "eager_amp", "compile_fp32"}
+    assert result.plans == {"eager_amp": ReplayPlan("list", 2, fused=True)}
+    assert [index for index, (name, _) in enumerate(log) if name == "plan"] == [len(log) - 2, len(log) - 1]
 
 
 def test_long_blocks_follow_a_step_that_is_not_timed(log: list[tuple[str, int]]) -> None:

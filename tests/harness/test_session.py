@@ -17,6 +17,7 @@ from harness.phase_recording import PhasesJob, PhasesResult
 from harness.phases import KeptTrace, PhaseTimes
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case
+from harness.replay_plans import ReplayPlan
 from harness.session import Measured, Session
 from harness.store import History, ResultsError, Store
 from harness.timer import BlockTime
@@ -347,6 +348,16 @@ def test_a_round_keeps_what_disturbed_it_and_leaves_throttled_turns_out(context:
     assert (stored["ended"], stored["half_width"]) == ("seconds", 0.02)
     assert (stored["gpu"], stored["host"]) == ({"readings": 4}, {"stolen": 0})
     assert len(stored["blocks"][EAGER]["wall_s"]) == 3
+
+
+def test_a_round_keeps_the_plans_in_use(context: Context) -> None:
+    plan = ReplayPlan("list", 2, fused=True)
+
+    def planned(job: RoundJob) -> RoundResult:
+        return replace(timed([task.variant for task in job.tasks]), plans={TRAINSTEP: plan})
+
+    _, history = run(context, Pretender(on_round=planned))
+    assert {TRAINSTEP: plan} == history.rounds(COMMIT)[0].plans
 
 
 def alternating(job: RoundJob) -> RoundResult:

@@ -59,7 +59,7 @@ def test_what_was_fused_and_what_was_left(gpu: Comparison) -> None:
     ]
 
 
-def test_what_streams_gain_is_told_with_the_plan_where_there_is_one(tmp_path: Path) -> None:
+def test_what_streams_gain_is_told_with_the_plans_where_there_are_any(tmp_path: Path) -> None:
     sample.write_gpu_history(tmp_path, sweep=True)
     comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
     table = step_tables.stream_table(comparison)
@@ -69,12 +69,16 @@ def test_what_streams_gain_is_told_with_the_plan_where_there_is_one(tmp_path: Pa
         ("8", "amp"), ("64", "amp"), ("128", "fp32"), ("128", "amp"), ("512", "amp"),
     ]  # fmt: skip
     default, swept = (next(row for row in rows if row[:2] == ["mlp", size] and row[3] == "amp") for size in ("64", "8"))
-    assert default[8:] == ["2", "list"]
-    assert swept[8:] == ["—", "—"]
+    assert default[8:] == ["list on 2 streams (fused) where it was profiled"]
+    assert swept[8:] == ["—"]
     assert swept[7] == "faster"
     assert swept[6].startswith("1.1")
     assert "[" in swept[6]
     assert [row[7] for row in rows if row[1] == "512"] == ["same"] * 3
+    assert {row[1]: row[8] for row in rows if row[0] == "lenet"} == {
+        **dict.fromkeys(("8", "64", "128"), "in order (fused) ×2, list on 2 streams (fused) ×3"),
+        "512": "in order (fused) ×5 on both sides: the difference is noise",
+    }
 
 
 def test_every_kitsune_variant_has_a_row(gpu: Comparison) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness import records
+from harness.replay_plans import ReplayPlan
 from harness.store import ResultsError, Store, reader_modules
 from harness.whole_files import write_whole
 from tests.harness import sample
@@ -319,6 +320,28 @@ def test_throttled_turns_are_left_out_unless_there_are_no_others(tmp_path: Path)
     for unusable in ([2], [-1], ["x"], 1):
         with pytest.raises(ResultsError, match="throttled"):
             store.append(MACHINE, COMMIT, [round_(2) | {"throttled": unusable}])
+
+
+def test_a_round_has_the_plans_that_it_records(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    plans = {"kitsune_trainstep_fp32": sample.plan_fields("list", 2)}
+    store.append(MACHINE, COMMIT, [run(), round_(0), round_(1) | {"plans": {}}, round_(2) | {"plans": plans}])
+    found = [entry.plans for entry in store.load(MACHINE).rounds(COMMIT)]
+    assert found == [{}, {}, {"kitsune_trainstep_fp32": ReplayPlan("list", 2, fused=True)}]
+
+
+@pytest.mark.parametrize(
+    ("plans", "words"),
+    [
+        ([], r"plans: expected an object, got \[\]"),
+        ({"eager_amp": sample.plan_fields("list", 2)}, "plans: there are no blocks of 'eager_amp'"),
+        ({"kitsune_trainstep_fp32": None}, r"plans\['kitsune_trainstep_fp32'\] is not an object"),
+        ({"kitsune_trainstep_fp32": sample.plan_fields("list", 0)}, "fp32'\\]: 0 is not a number of streams"),
+    ],
+)
+def test_a_round_of_damaged_plans_is_refused(tmp_path: Path, plans: object, words: str) -> None:
+    with pytest.raises(ResultsError, match=words):
+        Store(tmp_path).append(MACHINE, COMMIT, [run(), round_(0) | {"plans": plans}])
 
 
 def test_an_index_is_made_again_when_what_decides_on_records_changes() -> None:

@@ -9,6 +9,7 @@ from harness import formats, report
 from harness.breakdown import Breakdown, Stage
 from harness.comparison import compare
 from harness.names import is_product
+from harness.replay_plans import ReplayPlan
 from harness.report import step_figures
 from harness.report.figures import Figure
 from harness.rows import Comparison
@@ -87,12 +88,23 @@ def test_what_streams_gain_is_drawn_over_batch_sizes(swept: Comparison) -> None:
             assert line["error_y"]["array"] == [pytest.approx(it.gain.high - it.gain.ratio) for it in gains]  # type: ignore[index]
 
 
-def test_a_gain_says_which_plan_it_is_of_where_that_is_known(swept: Comparison) -> None:
-    (line,) = [trace for trace in step_figures.stream_gains(swept)[0].traces if trace["name"] == "amp"]
-    first, second, *_ = line["hovertext"]  # type: ignore[misc]
-    assert "faster" in first
-    assert first.count("<br>") == 2
-    assert second.endswith("<br>2 streams, list")
+def test_a_gain_says_which_plans_it_is_of_where_that_is_known(swept: Comparison) -> None:
+    mlp, lenet, _ = (
+        next(trace["hovertext"] for trace in figure.traces if trace["name"] == "amp")
+        for figure in step_figures.stream_gains(swept)
+    )
+    assert "faster" in mlp[0]  # type: ignore[index]
+    assert mlp[0].count("<br>") == 2  # type: ignore[index]
+    assert mlp[1].endswith("<br>list on 2 streams (fused) where it was profiled")  # type: ignore[index]
+    assert lenet[0].endswith("<br>in order (fused) ×2, list on 2 streams (fused) ×3")  # type: ignore[index]
+    assert lenet[-1].endswith("<br>in order (fused) ×5 on both sides: the difference is noise")  # type: ignore[index]
+
+
+def test_a_strategy_from_a_result_file_is_no_markup(swept: Comparison) -> None:
+    gain = replace(swept.stream_gains[0], plans=(ReplayPlan("<b>", 1, fused=False),))
+    (figure,) = step_figures.stream_gains(replace(swept, stream_gains=(gain,)))
+    (text,) = figure.traces[0]["hovertext"]  # type: ignore[misc]
+    assert text.endswith("<br>&lt;b&gt;")
 
 
 def test_a_gain_of_a_single_round_has_a_hollow_mark_and_no_whiskers(gpu: Comparison) -> None:

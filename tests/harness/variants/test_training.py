@@ -7,6 +7,7 @@ import torch
 
 import kitsune
 from harness import variants
+from harness.replay_plans import ReplayPlan
 from harness.variants.availability import unavailable
 from harness.variants.building import start
 from harness.variants.training import Training, prepare
@@ -82,6 +83,28 @@ def test_a_kitsune_that_cannot_time_tasks_has_a_status_all_the_same(monkeypatch:
         status = ready.status()
         assert status is not None
         assert status["mode"] == "replay"
+
+
+@pytest.mark.parametrize("name", ["kitsune_trainstep_fp32", "kitsune_trainstep_one_stream_fp32"])
+def test_the_plan_in_use_is_told_without_measuring_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(step: kitsune.TrainStep, *args: object) -> None:
+        raise AssertionError("this takes time")
+
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    monkeypatch.setattr(kitsune.TrainStep, "plan", refuse)
+    variant = variants.get(name)
+    ready = start(variant, prepare(variant, "mlp", 8, CPU))
+    assert ready.plan_in_use() is None
+    ready.run(5)
+    assert ready.plan_in_use() == ReplayPlan("in order", 1, fused=False)
+
+
+def test_what_replays_by_no_plan_tells_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    for name in ("eager_fp32", "kitsune_dropin_fp32"):
+        ready = training(name)
+        ready.run(5)
+        assert ready.plan_in_use() is None
 
 
 def test_a_run_of_many_steps_is_many_runs_of_one() -> None:
