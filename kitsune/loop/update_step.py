@@ -136,6 +136,7 @@ class UpdateStep:
         key = (tuple(map(id, params)), _addresses(slots))
         update = self._updates.get(key)
         if update is None:
+            self._release_stale()
             update = self._capture(params, grads, slots)
             self._make_room()
             self._updates[key] = update
@@ -170,11 +171,17 @@ class UpdateStep:
         """The static gradients that `grads` lie in; None for those that lie elsewhere, or are to be copied."""
         slots = [self._gradients.get(grad.data_ptr()) for grad in grads]
         addresses = _addresses(slots)
-        if addresses not in self._in_place and len(self._in_place) == _MAX_IN_PLACE:
-            return [None for _ in slots]
+        if addresses not in self._in_place:
+            self._in_place = {known for known in self._in_place if self._are_static(known)}
+            if len(self._in_place) == _MAX_IN_PLACE:
+                return [None for _ in slots]
         if any(addresses):
             self._in_place.add(addresses)
         return slots
+
+    def _are_static(self, addresses: tuple[int, ...]) -> bool:
+        """Whether there are still static gradients at these addresses, 0 standing for those that lie elsewhere."""
+        return all(address in self._gradients for address in addresses if address)
 
     def _params_and_grads(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
         params = [
@@ -228,6 +235,11 @@ class UpdateStep:
         recording = Recording(module, inputs, stable=stable, config=self._config, pool=self._pool, log=self._log)
         self.setup_seconds += time.perf_counter() - started
         return _Update(binding, recording, slots, copied)
+
+    def _release_stale(self) -> None:
+        """Gives up the updates of static gradients that are no more: they would keep their memory."""
+        for key in [key for key in self._updates if not self._are_static(key[1])]:
+            self._updates.pop(key).recording.release()
 
     def _make_room(self) -> None:
         if len(self._updates) >= _MAX_GRAPHS:

@@ -1,0 +1,73 @@
+"""The captured update, where gradients come to lie elsewhere."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from kitsune.config import Config
+from kitsune.execution.stream_pool import StreamPool
+from kitsune.fallback import RefusalLog
+from kitsune.loop.update_step import UpdateStep
+from tests.kitsune.training import Net, adam
+
+GENERATIONS = 4
+
+
+def begun() -> tuple[Net, torch.optim.Adam]:
+    """A model after one step: its optimizer has a state."""
+    model = Net().double()
+    optimizer = adam(model)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def reads_in_place(update: UpdateStep, static: list[Tensor]) -> bool:
+    assert update._latest is not None
+    return [slot.data_ptr() for slot in update._latest.slots] == [tensor.data_ptr() for tensor in static]
+
+
+def test_gradients_recorded_anew_are_read_where_they_are() -> None:
+    """Static gradients are released when a backward pass is recorded again; then others take their place."""
+    model, optimizer = begun()
+    gradients = dict[int, Tensor]()
+    reference = copy.deepcopy(model)
+    wanted = adam(reference)
+    wanted.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    kept = []
+    for _ in range(GENERATIONS):
+        static = [torch.empty_like(param) for param in model.parameters()]
+        kept.append(static)
+        gradients.clear()
+        gradients.update((tensor.data_ptr(), tensor) for tensor in static)
+        for _ in range(3):
+            for param, other, slot in zip(model.parameters(), reference.parameters(), static, strict=True):
+                param.grad = slot.normal_().detach()
+                other.grad = slot.clone()
+            assert update.replay(), update.refusal
+            wanted.step()
+        assert reads_in_place(update, static)
+    assert len(update._updates) == 1
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
+
+
+def test_of_gradients_that_stay_only_so_many_are_read_where_they_are() -> None:
+    """Several calls may leave theirs in turn: each update that reads them there is a capture of its own."""
+    model, optimizer = begun()
+    gradients = dict[int, Tensor]()
+    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    calls = [[torch.randn_like(param) for param in model.parameters()] for _ in range(GENERATIONS)]
+    gradients.update((tensor.data_ptr(), tensor) for static in calls for tensor in static)
+    in_place = []
+    for static in calls:
+        for param, slot in zip(model.parameters(), static, strict=True):
+            param.grad = slot.detach()
+        assert update.replay(), update.refusal
+        in_place.append(reads_in_place(update, static))
+    assert in_place == [True, True, False, False]
