@@ -80,7 +80,10 @@ class Config:
 
         Raises:
             ConfigError: for an unknown option or a value that is not allowed.
+            TypeError: `base` is no `Config`.
         """
+        if base is not None and not isinstance(base, Config):
+            raise TypeError(f"config must be a kitsune.Config, got {type(base).__name__}")
         unknown = sorted(set(options) - option_names())
         if unknown:
             raise ConfigError(unknown[0], options[unknown[0]], "the options " + ", ".join(sorted(option_names())))

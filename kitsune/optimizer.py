@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -196,4 +197,10 @@ def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, An
         raise TypeError(f"expected a torch.optim optimizer or its class, got {kind!r}")
     if params is None:
         raise TypeError(f"params are missing: KitsuneOptimizer({kind.__name__}, model.parameters(), ...)")
+    accepted = inspect.signature(kind).parameters
+    unknown = sorted(set(options) - set(accepted))
+    if unknown and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
+        names = ", ".join(sorted(option_names()))
+        allowed = f"the options of Kitsune ({names}) and those of {kind.__name__} ({', '.join(list(accepted)[1:])})"
+        raise ConfigError(unknown[0], options[unknown[0]], allowed)
     return kind(params, **options)

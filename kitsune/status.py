@@ -129,7 +129,7 @@ class Status:
         rows.append(("graphs", f"{self.graphs} held, {self.replays} replays, {self.fallbacks} fallbacks"))
         rows += [("schedule", str(schedule)) for schedule in self.schedules]
         rows += [("refused", refusal) for refusal in self.refusals]
-        return [*rows, *(("not yet in effect", option) for option in self.not_in_effect)]
+        return [*rows, *(("not in effect", option) for option in self.not_in_effect)]
 
     def _pays_off(self) -> str:
         return "" if self.break_even_steps is None else f", pays off after {self.break_even_steps} steps"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class TrainStep:
         keep_grads: leave the gradients of the update in `.grad`. Otherwise `.grad` is None
             after each call.
         config: the options, and
-        **options: single options (fields of `Config`), which take precedence.
+        **options: single options (fields of `Config`), which take precedence. Without `config` they are those of
+            the `KitsuneOptimizer`, if it is one.
 
     The returned loss is detached, of the forward pass of this call (not divided by
     `accumulate`), and belongs to the caller. Gradients that were in `.grad` before a call are
@@ -78,6 +80,8 @@ class TrainStep:
         config: Config | None = None,
         **options: Any,
     ) -> None:
+        if config is None and isinstance(optimizer, KitsuneOptimizer):
+            config = optimizer.config
         self.config = Config.from_options(options, config)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -85,9 +89,9 @@ class TrainStep:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
-        if clip_grad_norm is not None and not clip_grad_norm > 0:
+        if clip_grad_norm is not None and not _is_positive(clip_grad_norm):
             raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm!r}")
-        if accumulate != int(accumulate) or accumulate < 1:
+        if not _is_positive(accumulate) or accumulate != int(accumulate):
             raise ValueError(f"accumulate must be a whole number from 1 up, got {accumulate!r}")
         scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         if self.config.enable_amp and self.config.amp_dtype is torch.float16 and scaler is None:
@@ -169,6 +173,10 @@ class TrainStep:
 
 
 Loss = Callable[[tuple[Any, ...], Mapping[str, Any]], torch.Tensor]
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, Real) and float(number) > 0
 
 
 def _without_amp(model: torch.nn.Module, loss_fn: LossFunction | None, forward: Forward | None) -> Loss:

@@ -100,10 +100,11 @@ class GuardedStep(ABC):
             return self._guarded(args, kwargs)
         self._budget.spend(self.replays)
         started = time.perf_counter()
-        self._guarded = GuardedFunction(self._call, self._run)
-        result = self._guarded(args, kwargs)
-        self.setup_seconds += time.perf_counter() - started
-        return result
+        try:
+            self._guarded = GuardedFunction(self._call, self._run)
+            return self._guarded(args, kwargs)
+        finally:
+            self.setup_seconds += time.perf_counter() - started
 
     def _decline(self, error: RefusedError) -> None:
         # Dynamo refuses backward hooks for good, but they may go again.

@@ -94,7 +94,14 @@ def test_zero_grad(mode: str) -> None:
         (lambda: (adam(Net()),), {"num_streams": 0}, kitsune.ConfigError, "num_streams.*from 1 to 8"),
         (lambda: (adam(Net()),), HALF, kitsune.ConfigError, "amp_dtype.*GradScaler"),
         (lambda: (kitsune.KitsuneOptimizer(adam(Net())),), {}, TypeError, "a KitsuneOptimizer already"),
-        (lambda: (torch.optim.Adam, Net().parameters()), {"learning_rate": 1}, TypeError, "learning_rate"),
+        (lambda: (torch.optim.Adam, Net().parameters()), {"learning_rate": 1}, kitsune.ConfigError, "learning_rate"),
+        (
+            lambda: (torch.optim.Adam, Net().parameters()),
+            {"lr": 1e-3, "enable_fusoin": True},
+            kitsune.ConfigError,
+            "'enable_fusoin' got True.*Kitsune.*enable_fusion.*Adam.*betas",
+        ),
+        (lambda: (adam(Net()),), {"config": {"mode": "eager"}}, TypeError, "config must be a kitsune.Config, got dict"),
     ],
 )
 def test_wrong_arguments(

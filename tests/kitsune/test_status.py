@@ -7,9 +7,10 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from torch import Tensor
 
 from kitsune.status import Status
-from tests.kitsune.training import FORMS, Training, net_and_adam
+from tests.kitsune.training import FORMS, Net, Training, adam, net_and_adam
 
 FULL = Status(
     mode="replay",
@@ -52,16 +53,16 @@ def test_the_text() -> None:
     assert str(FULL) == "\n".join(
         [
             "Kitsune",
-            "  mode               replay (replay was measured faster than eager)",
-            "  covered            forward, loss, backward, update",
-            "  executor           cuda graph, operators fused",
-            "  eager step         2.00 ms",
-            "  replayed step      500 us, gain 4.00x",
-            "  setup              1.50 s, pays off after 1001 steps",
-            "  graphs             2 held, 40 replays, 3 fallbacks",
-            "  refused            the first",
-            "  refused            the second",
-            "  not yet in effect  num_streams",
+            "  mode           replay (replay was measured faster than eager)",
+            "  covered        forward, loss, backward, update",
+            "  executor       cuda graph, operators fused",
+            "  eager step     2.00 ms",
+            "  replayed step  500 us, gain 4.00x",
+            "  setup          1.50 s, pays off after 1001 steps",
+            "  graphs         2 held, 40 replays, 3 fallbacks",
+            "  refused        the first",
+            "  refused        the second",
+            "  not in effect  num_streams",
         ]
     )
     assert "covered  nothing" in str(Status("idle", "no step has run yet"))
@@ -125,3 +126,18 @@ def test_the_covered_parts_follow_what_runs(form: str) -> None:
     assert not {"forward", "backward"} & set(status.covered)
     training.run(2, start=6)
     assert training.status().mode == "replay"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_capture_that_fails_is_setup_too(form: str) -> None:
+    class Branching(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if y.sum().item() > 0 else -y
+
+    model = Branching()
+    training = Training(form, model, adam(model))
+    training.run(4)
+    status = training.status()
+    assert (status.mode, status.replays) == ("eager", 0)
+    assert status.setup_seconds > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -416,6 +417,16 @@ def test_a_kitsune_optimizer_is_taken_over() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_the_options_of_a_kitsune_optimizer_are_taken_over() -> None:
+    model, plain = net_and_adam()
+    chosen = kitsune.KitsuneOptimizer(plain, mode="replay", max_memory="1GB", num_streams=2)
+    step = kitsune.TrainStep(model, functional.cross_entropy, chosen, num_streams=3)
+    assert step.config == dataclasses.replace(chosen.config, num_streams=3)
+    chosen = kitsune.KitsuneOptimizer(plain, mode="replay")
+    step = kitsune.TrainStep(model, functional.cross_entropy, chosen, config=kitsune.Config(mode="eager"))
+    assert step.config == kitsune.Config(mode="eager")
+
+
 def test_an_optimizer_without_a_rule_runs_eagerly() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
@@ -495,6 +506,8 @@ def test_arguments_of_a_wrong_type(changes: dict[str, Any], message: str) -> Non
         ({"clip_grad_norm": 0}, "clip_grad_norm must be a positive number, got 0"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm must be"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm must be"),
+        ({"clip_grad_norm": "1"}, "clip_grad_norm must be"),
+        ({"accumulate": "x"}, "accumulate must be a whole number from 1 up, got 'x'"),
         ({"accumulate": 0}, "accumulate must be a whole number"),
         ({"accumulate": 1.5}, "accumulate must be a whole number"),
         ({"enable_amp": True, "amp_dtype": torch.float16}, "grad_scaler"),
