@@ -38,8 +38,9 @@ class Config:
             scaler, so `TrainStep` takes it together with `grad_scaler` only.
         compile: let Inductor compile the captured graph. Off by default: compiling takes from
             seconds to minutes.
-        max_memory: the most bytes of device memory that a captured step may use for
-            intermediates, static inputs and warm-up; an int, or text such as `"2GB"`. None: no bound.
+        max_memory: the most bytes of device memory that one recorded graph may use for intermediates and static
+            inputs, as estimated from its operators; an int, or text such as `"2GB"`. None: no bound. A loop has a
+            graph for each of the forward pass, the backward pass and the update, and all have some for each signature.
         max_graphs: of how many signatures of the inputs captured graphs are kept; those of the least recently
             used one are released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -579,6 +580,44 @@ def test_the_course_of_the_scale_over_300_steps(form: str, make: Callable[[nn.Mo
         torch.testing.assert_close(param, other, rtol=0.1, atol=0.05)
     steps = [float(state["step"]) for state in training.plain.state.values() if "step" in state]
     assert all(step == 300 - len(overflows) for step in steps)
+
+
+# Machines that lack something
+
+
+def lack(patch: pytest.MonkeyPatch, what: str) -> None:
+    """Of the machine, what Triton needs, or Triton itself."""
+    if what == "Triton":
+        found = importlib.util.find_spec
+        patch.setattr(
+            "importlib.util.find_spec", lambda name, *more: None if name == what.lower() else found(name, *more)
+        )
+    elif what == "a C compiler":
+        patch.delenv("CC", raising=False)
+        patch.setattr("shutil.which", lambda name, *_, **__: None)
+    else:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 1))
+
+
+@pytest.mark.parametrize("what", ["Triton", "a C compiler", "compute capability 7.0"])
+@pytest.mark.parametrize("make", [adam, sgd])
+@pytest.mark.parametrize("form", FORMS)
+def test_without_kernels_of_our_own(
+    form: str, make: Callable[[nn.Module], torch.optim.Optimizer], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are replayed all the same, as CUDA graphs of PyTorch's operators."""
+    lack(monkeypatch, what)
+    training = compare(form, building(make=make), enable_fusion=True, rtol=1e-4, atol=1e-5)
+    assert training.status().not_in_effect == ("enable_fusion",)
+    assert not training.status().fused
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_bfloat16(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training is that of float32, and the status says so."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    training = compare(form, enable_amp=True, reference={})
+    assert any("no bfloat16" in refusal for refusal in training.status().refusals)
 
 
 # Several trainings
