@@ -20,8 +20,8 @@ class ScheduleTime:
         num_streams: the streams that it uses.
         fused: whether it is of the graph with its operators fused.
         predicted_us: simulated microseconds of one.
-        measured_us: the median time that one took on the device, or to launch if that was longer; None where it was
-            not measured.
+        measured_us: the median time that one took on the device; None where it was not measured. One that is faster
+            there is not chosen where it takes longer to launch, and the loop longer with it.
         chosen: whether it is in use.
     """
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,7 +123,7 @@ class Loaded:
     @classmethod
     def of(cls, batch: object, copies: Copies) -> Loaded:
         """Begins to copy `batch`."""
-        leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_movable)
+        leaves, spec = _flattened(batch)
         sent = copies(leaves)
         return cls(sent, spec, batch if _same(sent.leaves, leaves) else None)
 
@@ -133,6 +134,35 @@ class Loaded:
         if self.batch is not None and _same(leaves, self.sent.leaves):
             return self.batch
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+class _Items:
+    """Stands for a `UserDict` in a tree, as pytree does not know its subclasses: its values are the children."""
+
+    def __init__(self, mapping: UserDict[Any, Any]) -> None:
+        self.mapping = mapping
+
+
+def _values(items: _Items) -> tuple[list[Any], UserDict[Any, Any]]:
+    return list(items.mapping.values()), items.mapping
+
+
+def _with_values(values: Iterable[Any], mapping: UserDict[Any, Any]) -> UserDict[Any, Any]:
+    changed = copy.copy(mapping)
+    changed.data.update(zip(mapping, values, strict=True))
+    return changed
+
+
+pytree.register_pytree_node(_Items, _values, _with_values)
+
+
+def _flattened(batch: object) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of a batch, and how they are put together."""
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_movable)
+    while any(isinstance(leaf, UserDict) for leaf in leaves):
+        opened = [_Items(leaf) if isinstance(leaf, UserDict) else leaf for leaf in leaves]
+        leaves, spec = pytree.tree_flatten(pytree.tree_unflatten(opened, spec), is_leaf=_is_movable)
+    return leaves, spec
 
 
 def _is_movable(leaf: object) -> bool:

@@ -42,11 +42,12 @@ def prefetch(
             asked for more than `depth` batches beyond those handed out. Of those, the device is still at work on at
             most five: a host that is further ahead waits for it.
 
-    In a batch the tensors in all containers that torch's pytree knows (tuples, named tuples, lists, dicts, ...) are
-    moved. They keep their strides, as by `Tensor.to`, and whether they require grad. What is on the device already, is
-    no tensor, or lies in another kind of object (a dataclass that is not registered) stays as it is. Tensors that are
-    not plain CPU tensors (sparse, nested, quantized, subclasses, results of a differentiable function) and packed
-    sequences are moved by their own `.to(device)` when their batch is handed out, so without being ahead.
+    In a batch the tensors in all containers that torch's pytree knows (tuples, named tuples, lists, dicts, ...), and in
+    a `UserDict`, such as the batches of transformers' tokenizers, are moved. They keep their strides, as by
+    `Tensor.to`, and whether they require grad. What is on the device already, is no tensor, or lies in another kind of
+    object (a dataclass that is not registered) stays as it is. Tensors that are not plain CPU tensors (sparse, nested,
+    quantized, subclasses, results of a differentiable function) and packed sequences are moved by their own
+    `.to(device)` when their batch is handed out, so without being ahead.
 
     Batches come in the loader's order. An exception of the loader is raised in place of the batch that it took, after
     those before it, with its own traceback; `next` goes on after it as far as the loader does. A pass ends with the

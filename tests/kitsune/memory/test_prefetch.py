@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +134,27 @@ def test_strides_and_requires_grad_are_kept() -> None:
     assert moved_image.is_contiguous(memory_format=torch.channels_last)
     assert moved_image.requires_grad
     assert turned.stride() == (1, 4)
+
+
+class Encoding(UserDict[str, Any]):
+    """What a tokenizer may return: a mapping with attributes of its own."""
+
+    def __init__(self, data: dict[str, Any], language: str) -> None:
+        super().__init__(data)
+        self.language = language
+
+
+def test_a_mapping_of_the_users_moves() -> None:
+    inner = Encoding({"mask": torch.ones(2)}, "de")
+    batch = [Encoding({"ids": torch.ones(3), "inner": inner, "length": 3}, "en"), torch.ones(1)]
+    ((moved, other),) = kitsune.prefetch([batch], META)
+    assert type(moved) is Encoding
+    assert (moved.language, moved["inner"].language, moved["length"]) == ("en", "de", 3)
+    assert list(moved) == ["ids", "inner", "length"]
+    assert moved["ids"].device == moved["inner"]["mask"].device == other.device == META
+    assert batch[0]["ids"].device == inner["mask"].device == CPU, "the loader's own object stays as it is"
+    ((same, _),) = kitsune.prefetch([batch], CPU)
+    assert same is batch[0]
 
 
 def test_a_packed_sequence_moves_as_a_whole() -> None:
