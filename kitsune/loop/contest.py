@@ -63,7 +63,8 @@ class Contest(Generic[E]):
     host takes to launch it, if that is more. And where the loop as a whole leaves the device idle, none is chosen that
     slows the loop down: a graph on several streams takes longer to launch, which is lost if nothing waits for the
     device. The best is made anew, alone, so that no memory of the trials is kept. It is timed again now and then: when
-    it has become much slower than it was, the trials are repeated, and from then on less often.
+    it has become much slower than it was, or slower than a step is without replaying, the trials are repeated, and
+    from then on less often.
 
     Args:
         first: makes the first entrant, at once.
@@ -71,6 +72,7 @@ class Contest(Generic[E]):
         stopwatch: times replays.
         refused: told why an entrant could not be made.
         clear: frees what released entrants have left.
+        limit_us: what a step takes without replaying; infinite where that is not known.
 
     Raises:
         RefusedError: by the constructor and by calls, if not even the first entrant can be made.
@@ -88,8 +90,9 @@ class Contest(Generic[E]):
         stopwatch: Stopwatch,
         refused: Callable[[RefusedError], None],
         clear: Callable[[], None],
+        limit_us: Callable[[], float],
     ) -> None:
-        self._stopwatch, self._refused, self._clear = stopwatch, refused, clear
+        self._stopwatch, self._refused, self._clear, self._limit_us = stopwatch, refused, clear, limit_us
         self._makers: tuple[Maker[E], ...] = (first,)
         self.winner = first(inputs)
         self._entrants: dict[int, E] = {0: self.winner}
@@ -286,7 +289,7 @@ class Contest(Generic[E]):
         expected_us = self._times_us[self._present]
         if expected_us is None:  # the only one, for the first time
             self._times_us[self._present] = time_us
-        if expected_us is None or min(times_us) <= _DRIFT * expected_us:
+        if expected_us is None or min(times_us) <= min(_DRIFT * expected_us, max(expected_us, self._limit_us())):
             self._slow_probes = 0
             return
         self._slow_probes += 1

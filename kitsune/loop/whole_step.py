@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import threading
 import time
@@ -305,6 +306,7 @@ class WholeStep(GuardedStep):
             stopwatch(device),
             self._log.do_without,
             partial(clear, self._memory, device),
+            partial(_eager_us, self.chooser),
         )
         self._program = program
         self._input_ids = list(map(id, inputs))
@@ -449,6 +451,10 @@ def _is_skipped(program: StepProgram) -> bool:
     if program.found_inf is None or program.binding is None or not program.binding.needs_skip():
         return False
     return bool(program.found_inf.item())
+
+
+def _eager_us(chooser: Chooser) -> float:
+    return math.inf if chooser.eager_seconds is None else chooser.eager_seconds * 1e6
 
 
 def _choice(planned: Planned) -> tuple[bool, str, int]:

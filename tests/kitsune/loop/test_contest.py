@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -81,6 +82,7 @@ class Race:
         self.made: list[Runner] = []
         self.refusals: list[str] = []
         self.alive_when_cleared: list[list[str]] = []
+        self.limit_us = math.inf
         self._others = [self._maker(str(place)) for place in range(1, len(costs_us))]
         self.contest = Contest(
             self._maker("0"),
@@ -88,6 +90,7 @@ class Race:
             Stopwatch(self.clock),
             lambda error: self.refusals.append(error.refusal.reason),
             lambda: self.alive_when_cleared.append(self.alive()),
+            lambda: self.limit_us,
         )
 
     def open(self) -> None:
@@ -354,6 +357,23 @@ def test_drift_opens_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(race.made) == made
     race.run(300)
     assert len(race.made) > made
+
+
+@pytest.mark.parametrize(("limit_us", "reopened"), [(5.5, True), (5.9, False)])
+def test_what_becomes_slower_than_eager_is_tried_again(
+    limit_us: float, reopened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little slower it has become."""
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0, 5.0)
+    race.limit_us = limit_us
+    race.open()
+    race.run(300)
+    winner = race.contest.winner
+    assert race.contest.place == 1
+    winner.cost_us = 5.8
+    race.run(300)
+    assert (race.contest.winner is not winner) == reopened
 
 
 def test_a_slowdown_that_passes_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
