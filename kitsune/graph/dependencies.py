@@ -112,7 +112,7 @@ def operations(graph: fx.Graph) -> Operations:
     groups = _groups(graph, keys)
     prologue = groups.pop(None, [])
     seen = {key for node in graph.nodes if node.op != "call_function" for key in keys[node]}
-    history = _History()
+    history = History()
     listed = []
     for node, nodes in groups.items():
         assert node is not None
@@ -125,7 +125,7 @@ def operations(graph: fx.Graph) -> Operations:
     return Operations(tuple(prologue), tuple(listed))
 
 
-class _History:
+class History:
     """Who wrote and who read each storage last, of the operations so far."""
 
     def __init__(self) -> None:
@@ -222,14 +222,15 @@ def _read(node: fx.Node, nodes: list[fx.Node]) -> list[fx.Node]:
         return node.all_input_nodes
     inside = set(nodes)
     others = [argument for member in nodes if member is not node for argument in member.all_input_nodes]
-    return [argument for argument in (*others, *_operands(node)) if argument not in inside]
+    return [argument for argument in (*others, *operands(node)) if argument not in inside]
 
 
 def _may_overwrite(node: fx.Node) -> bool:
     return node.target in _OVERWRITING or "out" in node.kwargs
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The arguments of `node` without those that it only overwrites."""
     if not _may_overwrite(node):
         return node.all_input_nodes
     args = node.args[1:] if node.target in _OVERWRITING else node.args

@@ -14,6 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from kitsune.errors import first_line
 from kitsune.graph import dataflow
 
 
@@ -44,3 +45,33 @@ def refresh(graph: fx.Graph) -> None:
             found = value(mode, node.target, node.args, dict(node.kwargs))
             if found is not None or node.target is operator.getitem:
                 node.meta["val"] = found
+
+
+def wrong_value(graph: fx.Graph) -> str | None:
+    """The first node whose value is not of the form that its operator computes from its arguments; None if none is.
+
+    Where a value, or a part of it, is None, anything may come out.
+    """
+    mode = mode_of(graph)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            found = value(mode, node.target, node.args, dict(node.kwargs))
+        except (ValueError, TypeError, RuntimeError) as error:  # the operator's own check of its arguments
+            return f"{node.name} cannot be computed: {first_line(error)}"
+        if not _fits(node.meta.get("val"), found):
+            return f"{node.name} has the value {node.meta['val']}, but computes {found}"
+    return None
+
+
+def _fits(known: object, found: object) -> bool:
+    if known is None:
+        return True
+    if isinstance(known, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(known) == len(found) and all(map(_fits, known, found))
+    return _form(known) == _form(found)
+
+
+def _form(value: object) -> object:
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value

@@ -11,6 +11,8 @@ from torch import fx
 
 from kitsune.errors import KitsuneError
 from kitsune.graph import dataflow
+from kitsune.graph.rewrite import misread, reordered
+from kitsune.graph.values import wrong_value
 from kitsune.graph.verify import refuse_graph
 from kitsune.passes.arrival_counters import arrival_counters
 from kitsune.passes.drop_dead import drop_dead
@@ -73,7 +75,12 @@ def run(module: fx.GraphModule, passes: Passes, *, verify: bool = False) -> fx.G
 
 
 def problem(before: fx.Graph, after: fx.Graph) -> str | None:
-    """The first way in which `after` cannot be used in place of `before`; None if none is seen."""
+    """The first way in which `after` cannot be used in place of `before`; None if none is seen.
+
+    `after` must be legal, and its values those that its operators compute. Inputs, the form of the results and which
+    inputs are written are those of `before`. Nodes that stay keep the order that their dependencies ask for, and read
+    what they read. What a node that is new computes is not looked at.
+    """
     refusal = refuse_graph(after)
     if refusal is not None:
         return str(refusal)
@@ -87,7 +94,7 @@ def problem(before: fx.Graph, after: fx.Graph) -> str | None:
     written = set(dataflow.written_inputs(before)), set(dataflow.written_inputs(after))
     if written[0] != written[1]:
         return f"the inputs {sorted(written[0] ^ written[1])} are written in one of the graphs only"
-    return None
+    return wrong_value(after) or reordered(before, after) or misread(before, after)
 
 
 def _has_results(node: fx.Node) -> bool:

@@ -28,6 +28,7 @@ from kitsune.schedule import check
 from kitsune.schedule.cost import analytic_costs
 from kitsune.schedule.limits import cuda_limits
 from tests.kitsune import static_memory
+from tests.kitsune.schedule.oracles import enforces, redundant
 from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
@@ -330,6 +331,8 @@ def test_plans_of_the_three_models() -> None:
             left = only(graph, {value.name for value in graph.values} - planned.writers.keys())
             assert memory.arena_bytes + pooled_bytes(left, schedule) <= pooled_bytes(graph, schedule)
             assert check(graph, schedule) == []
+            assert enforces(graph, schedule, schedule.waits)
+            assert redundant(schedule) == []
             assert kitsune.Plan.from_json(planned.plan.to_json()) == planned.plan
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from kitsune.config import cache_dir
 from kitsune.timing import CostCache, device_us, replayed_us
 from kitsune.timing import cache as cache_module
+from kitsune.timing import identity as identity_module
 from kitsune.timing import timer as timer_module
 from kitsune.timing.identity import identity
 
@@ -398,6 +400,54 @@ def test_the_identity_names_device_and_software() -> None:
     assert facts["torch"] == torch.__version__
     assert set(facts) == {"device", "threads", "torch", "triton", "kitsune"}
     assert identity(CPU) == facts
+
+
+@pytest.fixture
+def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of a device and of its software is as on a GPU of some kind."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90100)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    say_of_driver(monkeypatch, "580.1")
+
+
+def say_of_driver(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    read_text = Path.read_text
+
+    def read(path: Path, **options: Any) -> str:
+        of_driver = path == Path("/proc/driver/nvidia/version")
+        return f"NVRM version: NVIDIA {version}\nGCC version: 14\n" if of_driver else read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+
+
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "device": lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU"),
+    "capability": lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1)),
+    "driver": lambda patch: say_of_driver(patch, "590.2"),
+    "cuda": lambda patch: patch.setattr(torch.version, "cuda", "13.1"),
+    "cudnn": lambda patch: patch.setattr(torch.backends.cudnn, "version", lambda: 90200),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "3.0"),
+    "triton": lambda patch: patch.setattr(identity_module, "_triton_version", lambda: "4.0"),
+    "kitsune": lambda patch: patch.setattr(identity_module, "_digest_of_sources", lambda: "other sources"),
+}
+
+
+@pytest.mark.usefixtures("_a_gpu")
+def test_times_of_a_gpu_are_not_used_where_anything_else_is_there(tmp_path: Path) -> None:
+    here = identity(torch.device("cuda"))
+    assert identity(torch.device("cuda")) == here
+    assert set(here) == set(CHANGES)
+    times = CostCache(tmp_path, here)
+    times.put("add", 1.5)
+    assert times.save() is None
+    assert CostCache(tmp_path, here).get("add") == 1.5
+    for part, change in CHANGES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch)
+            there = identity(torch.device("cuda"))
+        assert CostCache(tmp_path, there).get("add") is None, part
 
 
 @pytest.mark.gpu

@@ -216,7 +216,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("name", ["lenet", pytest.param(LARGEST, marks=pytest.mark.slow), *NETS])
+@pytest.mark.parametrize("name", ["lenet", LARGEST, *NETS])
 def test_results_are_as_exact(name: str, half: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float32 for autocast, else against float64; cuDNN rounds to TF32 in one layout and not in the other."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -12,6 +12,7 @@ from torch import fx
 
 from kitsune.capture.trace import trace
 from kitsune.errors import KitsuneError
+from kitsune.graph.values import refresh
 from kitsune.passes.pipeline import Pass, run, splitting
 from kitsune.plan import task_graph
 from kitsune.plan.legality import problem
@@ -104,6 +105,70 @@ def test_a_wrong_pass_is_found(edit: Callable[[fx.Graph], None], message: str) -
     with pytest.raises(KitsuneError, match=f"the pass 'bad' made a wrong graph: .*{message}"):
         run(module, passes, verify=True)
     run(module, passes)
+
+
+def noisy(x: torch.Tensor) -> list[torch.Tensor]:
+    """Reads a value of its own before and after that is overwritten, twice, and draws two random numbers."""
+    own = x.exp()
+    flat, early = own.view(-1), own.sin()
+    own.mul_(2)
+    middle = own.cos()
+    flat.fill_(1)
+    return [early, middle, own.tan(), torch.rand_like(x), torch.bernoulli(x)]
+
+
+def named(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def move(name: str, before: str) -> Callable[[fx.Graph], None]:
+    return lambda graph: named(graph, before).prepend(named(graph, name))
+
+
+def drop(name: str) -> Callable[[fx.Graph], None]:
+    def edit(graph: fx.Graph) -> None:
+        node = named(graph, name)
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
+
+    return edit
+
+
+def give(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[fx.Graph], None]:
+    def edit(graph: fx.Graph) -> None:
+        node = named(graph, name)
+        node.meta["val"] = value(node.meta["val"])
+
+    return edit
+
+
+def overwrite(name: str, by: torch._ops.OpOverload) -> Callable[[fx.Graph], None]:
+    def edit(graph: fx.Graph) -> None:
+        node = named(graph, name)
+        node.target = by
+        refresh(graph)
+
+    return edit
+
+
+FAULTS = (
+    (move("mul_", "sin"), r"mul_ comes before sin, on which it depends \(anti\)"),
+    (move("tan", "fill_"), r"tan comes before fill_, on which it depends \(true\)"),
+    (move("fill_", "mul_"), r"fill_ comes before mul_, on which it depends \(output\)"),
+    (move("bernoulli", "rand_like"), r"bernoulli comes before rand_like, on which it depends \(order\)"),
+    (give("exp", lambda value: value.unsqueeze(0)), "exp has the value .* but computes"),
+    (give("exp", lambda value: value.double()), "exp has the value .* but computes"),
+    (drop("mul_"), "cos reads what exp wrote, which had been overwritten"),
+    (drop("fill_"), "tan reads what mul_ wrote, which had been overwritten"),
+    (overwrite("sin", torch.ops.aten.sin_.default), "mul_ reads what exp wrote only after it is overwritten"),
+)
+
+
+def test_a_pass_that_changes_what_is_read_is_found() -> None:
+    module = trace(noisy, [torch.ones(3)])
+    for edit, message in FAULTS:
+        with pytest.raises(KitsuneError, match=f"the pass 'bad' made a wrong graph: {message}"):
+            run(module, (("bad", edited(edit)),), verify=True)
 
 
 def test_passes_run_in_their_order() -> None:

@@ -9,13 +9,15 @@ from kitsune.schedule.simulate import simulate
 
 
 def closure(num_tasks: int, pairs: set[tuple[int, int]]) -> list[list[bool]]:
-    """Whether a path leads from the first task to the second (Floyd and Warshall)."""
-    reached = [[(first, second) in pairs for second in range(num_tasks)] for first in range(num_tasks)]
+    """Whether a path leads from the first task to the second (Warshall, on rows of bits)."""
+    reached = [0] * num_tasks
+    for first, second in pairs:
+        reached[first] |= 1 << second
     for through in range(num_tasks):
         for first in range(num_tasks):
-            for second in range(num_tasks):
-                reached[first][second] |= reached[first][through] and reached[through][second]
-    return reached
+            if reached[first] >> through & 1:
+                reached[first] |= reached[through]
+    return [[bool(row >> second & 1) for second in range(num_tasks)] for row in reached]
 
 
 def dependency_pairs(graph: TaskGraph) -> set[tuple[int, int]]:
@@ -25,10 +27,14 @@ def dependency_pairs(graph: TaskGraph) -> set[tuple[int, int]]:
 
 def ordered(schedule: Schedule, waits: Sequence[Wait]) -> list[list[bool]]:
     """Whether the first task ends before the second starts, on the streams of `schedule` with `waits`."""
+    return closure(len(schedule.order), _steps(schedule, waits))
+
+
+def _steps(schedule: Schedule, waits: Sequence[Wait]) -> set[tuple[int, int]]:
     pairs = {(wait.earlier, wait.later) for wait in waits}
     for stream in set(schedule.streams):
         pairs.update(pairwise(task for task in schedule.order if schedule.streams[task] == stream))
-    return closure(len(schedule.order), pairs)
+    return pairs
 
 
 def enforces(graph: TaskGraph, schedule: Schedule, waits: Sequence[Wait]) -> bool:
@@ -36,6 +42,17 @@ def enforces(graph: TaskGraph, schedule: Schedule, waits: Sequence[Wait]) -> boo
     before = ordered(schedule, waits)
     cyclic = any(before[task][task] for task in range(len(schedule.order)))
     return not cyclic and all(before[first][second] for first, second in dependency_pairs(graph))
+
+
+def redundant(schedule: Schedule) -> list[Wait]:
+    """The waits that a path of others and of the order on the streams implies, where nothing waits for itself."""
+    before = ordered(schedule, schedule.waits)
+    steps = _steps(schedule, schedule.waits)
+    return [
+        wait
+        for wait in schedule.waits
+        if any(second == wait.later and before[wait.earlier][first] for first, second in steps)
+    ]
 
 
 def reduction(num_tasks: int, pairs: set[tuple[int, int]]) -> set[tuple[int, int]]:

@@ -4,11 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitsune.plan import Schedule, TaskGraph
+import models
+from kitsune.passes import pipeline
+from kitsune.plan import Schedule, TaskGraph, task_graph
 from kitsune.schedule.assign import StreamStrategy, in_order, on_streams
 from kitsune.schedule.check import check
+from kitsune.schedule.cost import analytic_costs
+from kitsune.schedule.limits import cuda_limits
 from kitsune.schedule.live_bytes import peak_bytes
 from tests.kitsune.schedule.graphs import costs_of, graphs, make_graph, training_step
+from tests.kitsune.schedule.oracles import dependency_pairs, enforces, redundant
+from tests.kitsune.steps import model_step
 
 
 def test_in_order_is_one_stream_in_graph_order() -> None:
@@ -32,3 +38,19 @@ def test_a_training_step_keeps_streams_at_the_peak_of_one(strategy: StreamStrate
     schedule = on_streams(graph, costs, strategy, 4, peak_bytes(graph, in_order(graph)))
     assert schedule is not None
     assert (schedule.strategy, schedule.num_streams > 1) == (strategy, True)
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_schedules_of_real_steps_hold_by_the_definition(name: str) -> None:
+    """All dependencies are on a path of waits and of the order on streams; no wait has such a path around it."""
+    split = pipeline.run(model_step(name).module, pipeline.splitting(4))
+    graph = task_graph(split.graph)
+    costs = analytic_costs(split.graph, graph, cuda_limits("a GPU", (9, 0)))
+    strategies: tuple[StreamStrategy, ...] = ("chains", "list")
+    schedules = [on_streams(graph, costs, strategy, count, None) for strategy in strategies for count in (2, 4)]
+    for schedule in (in_order(graph), *schedules):
+        assert schedule is not None
+        assert enforces(graph, schedule, schedule.waits)
+        assert redundant(schedule) == []
+        assert {(wait.earlier, wait.later) for wait in schedule.waits} <= dependency_pairs(graph)
+        assert schedule.waits or schedule.num_streams == 1
