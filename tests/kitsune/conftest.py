@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.guards
 
 from kitsune.fallback import Chooser
+from kitsune.loop import contest
 from kitsune.loop.whole_step import WholeStep
 from tests.kitsune import static_memory
 from tests.kitsune.training import FORMS, Training, net_and_adam
@@ -59,6 +60,12 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "static memory":
         static_memory.install(monkeypatch)
     return "cuda" if request.param == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No steps are run for the pace of the loop alone: trainings here are short, and plans are chosen for them."""
+    monkeypatch.setattr(contest, "_RUNOFF_TURN", contest._TURN)
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from tests.kitsune.schedule.oracles import enforces, redundant
 from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
 
 NUM_STREAMS = 4
-STEPS = 320
+STEPS = 200
 record = Recording.__init__
 EAGER = 10  # before the first capture, and again after the trials
 

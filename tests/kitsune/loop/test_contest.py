@@ -15,6 +15,7 @@ from kitsune.loop import contest
 from kitsune.loop.contest import Contest
 
 INPUTS = [torch.zeros(1)]
+RUNOFF_TURN = contest._RUNOFF_TURN
 
 
 T = TypeVar("T")
@@ -25,6 +26,11 @@ def fast_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the host's clock is a tenth of a microsecond after the one before."""
     looks = itertools.count()
     monkeypatch.setattr(contest.time, "perf_counter", lambda: next(looks) * 1e-7)
+
+
+@pytest.fixture(autouse=True)
+def full_runoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_RUNOFF_TURN", RUNOFF_TURN)
 
 
 class Clock:
