@@ -56,6 +56,17 @@ def misread(before: fx.Graph, after: fx.Graph) -> str | None:
     return None
 
 
+def untouched(before: fx.Graph, after: fx.Graph) -> set[fx.Node]:
+    """The nodes of `after` that are as in `before`, with the same value, and so is all that they are computed from."""
+    known = {_described(node): node.meta.get("val") for node in before.nodes}
+    found: set[fx.Node] = set()
+    for node in after.nodes:
+        same = known.get(_described(node), found) is node.meta.get("val")
+        if same and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 @dataclass(frozen=True)
 class _Access:
     """A node with the storages that it reads, and those that it writes or brings."""
@@ -75,6 +86,10 @@ class _Sources:
 
 def _key(node: fx.Node) -> _Key:
     return node.name, node.target
+
+
+def _described(node: fx.Node) -> tuple[object, ...]:
+    return *_key(node), repr(node.args), repr(node.kwargs)
 
 
 def _accesses(graph: fx.Graph) -> Iterator[_Access]:

@@ -6,7 +6,7 @@ They are private, but there is no public way to learn what an operator would ret
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -47,14 +47,14 @@ def refresh(graph: fx.Graph) -> None:
                 node.meta["val"] = found
 
 
-def wrong_value(graph: fx.Graph) -> str | None:
+def wrong_value(graph: fx.Graph, right: Collection[fx.Node] = ()) -> str | None:
     """The first node whose value is not of the form that its operator computes from its arguments; None if none is.
 
-    Where a value, or a part of it, is None, anything may come out.
+    Where a value, or a part of it, is None, anything may come out. Nodes in `right` are not looked at.
     """
     mode = mode_of(graph)
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node in right:
             continue
         try:
             found = value(mode, node.target, node.args, dict(node.kwargs))

@@ -11,7 +11,7 @@ from torch import fx
 
 from kitsune.errors import KitsuneError
 from kitsune.graph import dataflow
-from kitsune.graph.rewrite import misread, reordered
+from kitsune.graph.rewrite import misread, reordered, untouched
 from kitsune.graph.values import wrong_value
 from kitsune.graph.verify import refuse_graph
 from kitsune.passes.arrival_counters import arrival_counters
@@ -94,7 +94,7 @@ def problem(before: fx.Graph, after: fx.Graph) -> str | None:
     written = set(dataflow.written_inputs(before)), set(dataflow.written_inputs(after))
     if written[0] != written[1]:
         return f"the inputs {sorted(written[0] ^ written[1])} are written in one of the graphs only"
-    return wrong_value(after) or reordered(before, after) or misread(before, after)
+    return wrong_value(after, untouched(before, after)) or reordered(before, after) or misread(before, after)
 
 
 def _has_results(node: fx.Node) -> bool:
