@@ -27,6 +27,7 @@ def _allocate_and_free() -> None:
     del tensors
 
 
+@pytest.mark.slow
 def test_memory_that_was_freed_is_used_again() -> None:
     launcher = Launcher()
     kept = launcher.run(faults_per_round, True, timeout_s=60)

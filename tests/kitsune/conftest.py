@@ -114,7 +114,7 @@ def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[Non
 
 
 _MOST_CASES = {"kernels": 2, "fusion": 2, "passes": 2}
-"""Of each test, by directory; of those elsewhere five. Operators are interpreted on the CPU, which is slow."""
+"""Of each test, by directory; of those elsewhere four. Operators are interpreted on the CPU, which is slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -131,6 +131,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_long = "cpu-resnet18" in item.name and not item.name.endswith("fp32-train_step]")
             is_long |= item.name.endswith(("streams]", "fused]"))
         else:
-            is_long = counts[test] > _MOST_CASES.get(item.path.parent.name, 5)
+            is_long = counts[test] > _MOST_CASES.get(item.path.parent.name, 4)
         if is_long:
             item.add_marker(pytest.mark.slow)

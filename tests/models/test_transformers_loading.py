@@ -27,6 +27,7 @@ def test_its_absence_is_named() -> None:
     """)
 
 
+@pytest.mark.slow
 def test_only_what_needs_it_imports_it() -> None:
     pytest.importorskip("transformers")
     run("""
