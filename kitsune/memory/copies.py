@@ -137,19 +137,22 @@ class Loaded:
 
 
 class _Items:
-    """Stands for a `UserDict` in a tree, as pytree does not know its subclasses: its values are the children."""
+    """Stands for a `UserDict` in a tree, as pytree does not know its subclasses: the children are what it keeps.
+
+    That need not be what it gives: it may compute something of a value that is asked for.
+    """
 
     def __init__(self, mapping: UserDict[Any, Any]) -> None:
         self.mapping = mapping
 
 
 def _values(items: _Items) -> tuple[list[Any], UserDict[Any, Any]]:
-    return list(items.mapping.values()), items.mapping
+    return list(items.mapping.data.values()), items.mapping
 
 
 def _with_values(values: Iterable[Any], mapping: UserDict[Any, Any]) -> UserDict[Any, Any]:
     changed = copy.copy(mapping)
-    changed.data.update(zip(mapping, values, strict=True))
+    changed.data.update(zip(mapping.data, values, strict=True))
     return changed
 
 

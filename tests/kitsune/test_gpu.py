@@ -600,7 +600,7 @@ def lack(patch: pytest.MonkeyPatch, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["Triton", "a C compiler", "compute capability 7.0"])
-@pytest.mark.parametrize("make", [adam, sgd])
+@pytest.mark.parametrize("make", [functools.partial(adam, fused=False), sgd], ids=["adam", "sgd"])
 @pytest.mark.parametrize("form", FORMS)
 def test_without_kernels_of_our_own(
     form: str, make: Callable[[nn.Module], torch.optim.Optimizer], what: str, monkeypatch: pytest.MonkeyPatch

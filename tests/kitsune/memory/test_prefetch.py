@@ -157,6 +157,19 @@ def test_a_mapping_of_the_users_moves() -> None:
     assert same is batch[0]
 
 
+class Doubling(UserDict[str, Any]):
+    """Computes what it gives of what it keeps."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key) * 2
+
+
+def test_a_mapping_that_computes_its_values_computes_them_once() -> None:
+    (moved,) = kitsune.prefetch([Doubling({"length": 3, "x": torch.ones(1)})], META)
+    assert moved["length"] == 6
+    assert moved["x"].device == META
+
+
 def test_a_packed_sequence_moves_as_a_whole() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     ((sequence, label),) = kitsune.prefetch([(packed, "label")], "meta")
