@@ -433,6 +433,15 @@ def test_what_slows_the_loop_down_is_not_chosen(
     assert race.contest.times_us == (10.0, 7.0)
 
 
+def test_a_slow_device_is_not_overlooked_while_its_queue_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first takes longer than the host needs for a step. The host would notice once the queue is full."""
+    race = Race(200.0, 40.0)
+    host = Host(race, monkeypatch, {"0": 4.0, "1": 5.0}, rest_us=45.0, waits=False)
+    race.open()
+    host.run(300)
+    assert race.contest.place == 1
+
+
 def test_after_drift_the_pace_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 7.0)
