@@ -179,20 +179,22 @@ def test_the_first_stays_where_the_difference_is_noise() -> None:
     assert race.alive() == ["0"]
 
 
-def test_the_simplest_of_those_that_are_about_as_fast_wins() -> None:
-    race = Race(20.0, 10.0, 9.95, 9.94, 9.92)
+@pytest.mark.parametrize(
+    ("costs_us", "place"),
+    [
+        pytest.param((2000.0, 1000.0, 995.0, 994.0, 992.0), 1, id="less than a hundredth"),
+        pytest.param((2000.0, 1000.0, 995.0, 994.0, 989.0), 2, id="a hundredth against the first of them"),
+        pytest.param((2000.0, 1000.0, 995.0, 988.0, 980.0), 3, id="a hundredth against the second"),
+        pytest.param((40.0, 30.0, 29.2, 28.8, 28.6), 1, id="less than several streams cost"),
+        pytest.param((40.0, 30.0, 29.2, 28.8, 28.4), 2, id="more than that against the first of them"),
+    ],
+)
+def test_the_simplest_of_those_that_are_about_as_fast_wins(costs_us: tuple[float, ...], place: int) -> None:
+    race = Race(*costs_us)
     race.open()
     race.run(300)
-    assert race.contest.place == 1
-    assert race.alive() == ["1"]
-    race = Race(20.0, 10.0, 9.95, 9.94, 9.89)
-    race.open()
-    race.run(300)
-    assert race.contest.place == 2
-    race = Race(20.0, 10.0, 9.95, 9.88, 9.80)
-    race.open()
-    race.run(300)
-    assert race.contest.place == 3
+    assert race.contest.place == place
+    assert race.alive() == [str(place)]
 
 
 def test_the_fastest_meets_the_best_of_the_simpler_ones_again() -> None:
@@ -403,12 +405,12 @@ def test_a_slowdown_that_passes_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_step_takes_at_least_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that is faster on the device is no use where the host takes longer to launch it."""
-    race = Race(10.0, 6.0, 8.0)
-    host = Host(race, monkeypatch, {"0": 4.0, "1": 9.0, "2": 7.0}, rest_us=0.0, waits=False)
+    race = Race(20.0, 12.0, 16.0)
+    host = Host(race, monkeypatch, {"0": 8.0, "1": 18.0, "2": 14.0}, rest_us=0.0, waits=False)
     race.open()
     host.run(300)
     assert race.contest.place == 2
-    assert race.contest.times_us == (10.0, 6.0, 8.0), "of the device"
+    assert race.contest.times_us == (20.0, 12.0, 16.0), "of the device"
 
 
 @pytest.mark.parametrize(
@@ -481,7 +483,7 @@ def test_replays_before_it_was_opened_do_not_count() -> None:
 
 
 def test_at_most_two_are_kept_beside_the_one_on_trial() -> None:
-    race = Race(10.0, 8.0, 9.0, 7.0, 6.0)
+    race = Race(20.0, 16.0, 18.0, 14.0, 12.0)
     race.open()
     for _ in range(300):
         race.run(1)
