@@ -5,8 +5,10 @@ None of it has a public reader in `torch`; this module is where it is read.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -28,6 +30,15 @@ _GLOBAL_HOOKS = (
 
 own_global_hooks: set[int] = set()
 """The ids of Kitsune's own global hooks, which a replay need not run."""
+
+
+def settle_global_hooks() -> None:
+    """Lets the hooks of optimizers go that were dropped, and wait for the collector.
+
+    Dynamo guards the hooks that it finds, and runs the collector in the midst of a capture.
+    """
+    if own_global_hooks:
+        gc.collect()
 
 
 def refuse_surroundings() -> Refusal | None:
@@ -130,9 +141,13 @@ def is_reduced() -> bool:
     return DistributedDataParallel._active_ddp_module is not None  # Dynamo's own way to know
 
 
-class Interceptor:
+class Interceptor(ABC):
     """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
     Kitsune's own."""
+
+    @abstractmethod
+    def gives_way(self) -> bool:
+        """Gives the calls back if nobody is there any more to answer them; whether it did."""
 
 
 def refuse_module(module: torch.nn.Module) -> Refusal | None:
@@ -146,8 +161,9 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
             )
         if isinstance(part, torch.nn.DataParallel):
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
-        if isinstance(part._compiled_call_impl, Interceptor):
-            remedy = "give one optimizer all parameters, as groups"
+        interceptor = part._compiled_call_impl
+        if isinstance(interceptor, Interceptor) and not interceptor.gives_way():
+            remedy = "give one optimizer all parameters, as groups, or drop the other one"
             return Refusal(f"the calls of {place} are answered for another KitsuneOptimizer", remedy=remedy)
         if is_compiled(part):
             return Refusal(f"{place} is compiled by torch.compile already", remedy="pass the module itself")

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.frontend import GuardedFunction
-from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings
+from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, settle_global_hooks
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
@@ -101,6 +101,7 @@ class GuardedStep(ABC):
         self._budget.spend(self.replays)
         started = time.perf_counter()
         try:
+            settle_global_hooks()
             self._guarded = GuardedFunction(self._call, self._run)
             return self._guarded(args, kwargs)
         finally:

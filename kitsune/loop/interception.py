@@ -8,6 +8,7 @@ accounted for. Its calls are taken over through `Module._compiled_call_impl`, th
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -72,13 +73,12 @@ class ModuleFinder:
         if isinstance(module, DistributedDataParallel):
             taker.wraps(module)
             return
-        owned = self._missing & set(map(id, module.parameters()))
-        if not owned:
-            return
-        self._missing -= owned
+        present = self._missing & set(map(id, module.parameters()))
+        self._missing -= present
         if not self._missing:
             self.stop()
-        taker.found(module)
+        if any(_takers.of(param) in (taker, None) for param in present):
+            taker.found(module)
 
 
 def _remove(handle: RemovableHandle) -> None:
@@ -126,6 +126,19 @@ class _Interceptor(Interceptor):
             module._compiled_call_impl = None
             return call_module(module, args, kwargs)
         return taker.call(module, args, kwargs)
+
+    def gives_way(self) -> bool:
+        """Gives the calls back if nobody is there any more to answer them; whether it did.
+
+        A taker that was dropped may wait for the collector.
+        """
+        if self._taker() is not None:
+            gc.collect()
+        module = self._module()
+        if self._taker() is not None or module is None:
+            return False
+        module._compiled_call_impl = None
+        return True
 
     def _is_newest(self, taker: CallTaker) -> bool:
         if self._changes == _takers.changes:

@@ -102,3 +102,28 @@ def test_training_goes_on_after_dynamo_was_reset(form: str) -> None:
     torch._dynamo.reset()
     assert all(isinstance(loss, float) for loss in [*first, *training.run(4, start=5)])
     assert training.status().mode == "replay"
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_earlier_optimizer_that_waits_for_the_collector_is_in_the_way_of_none(form: str, steps: int) -> None:
+    """As in a notebook whose cells are run again. Dynamo runs the collector in the midst of a capture."""
+    model, optimizer = net_and_adam()
+    earlier = Training("drop_in", model, adam(model))
+    earlier.run(steps)
+    earlier.memo["itself"] = earlier
+    with no_garbage_collection():
+        del earlier
+        training = Training(form, model, optimizer)
+        training.run(4)
+    assert training.status().mode == "replay"
+    assert training.status().replays > 0
+
+
+def test_of_two_optimizers_before_training_the_later_one_is_accelerated() -> None:
+    model, optimizer = net_and_adam()
+    earlier = kitsune.KitsuneOptimizer(adam(model))
+    training = Training("drop_in", model, optimizer)
+    training.run(4)
+    assert training.status().replays > 0
+    assert earlier.status().mode == "idle"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from kitsune.capture.watch import own_global_hooks
+from kitsune.capture.watch import Interceptor, own_global_hooks
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from tests.kitsune.training import Net
 
@@ -98,6 +98,24 @@ def test_the_search_gives_up_some_day() -> None:
     assert hooks() == before
 
 
+def test_of_two_that_look_for_the_same_parameters_the_newer_one_finds_them() -> None:
+    model, older, newer = Net(), Taker(), Taker()
+    finders = [ModuleFinder(model.parameters(), taker) for taker in (older, newer)]
+    model(X)
+    assert (older.modules, newer.modules) == ([], [model])
+    assert not any(finder._missing for finder in finders)
+
+
+def test_an_older_one_finds_what_a_newer_one_gave_up() -> None:
+    model, older, newer = Net(), Taker(), Taker()
+    ModuleFinder(model.parameters(), older)
+    ModuleFinder(model.parameters(), newer)
+    del newer
+    gc.collect()
+    model(X)
+    assert older.modules == [model]
+
+
 def test_the_search_ends_with_its_taker() -> None:
     taker, before = Taker(), hooks()
     finder = ModuleFinder(Net().parameters(), taker)
@@ -131,6 +149,18 @@ def test_calls_come_back_when_the_taker_is_gone() -> None:
     del taker
     gc.collect()
     assert torch.equal(model(X), expected)
+    assert model._compiled_call_impl is None
+
+
+def test_an_interceptor_gives_way_once_its_taker_was_dropped() -> None:
+    model, taker, _ = taken_over()
+    interceptor = model._compiled_call_impl
+    assert isinstance(interceptor, Interceptor)
+    assert not interceptor.gives_way()
+    assert model._compiled_call_impl is interceptor
+    taker.itself = taker  # type: ignore[attr-defined]  # so that it waits for the collector
+    del taker
+    assert interceptor.gives_way()
     assert model._compiled_call_impl is None
 
 
