@@ -77,7 +77,7 @@ def _plan(measured: Measurement, case: Case, precision: str) -> list[tuple[Stage
     """For each stage the variant that shows it, and why it cannot be shown; None where it can.
 
     Of the forms of the whole step, the first that was measured shows that stage; what it has already is no stage of
-    its own then.
+    its own then. What comes before it must not have more.
     """
     whole = {
         Stage.WHOLE: f"kitsune_trainstep_unfused_{precision}",
@@ -85,11 +85,12 @@ def _plan(measured: Measurement, case: Case, precision: str) -> list[tuple[Stage
         Stage.STREAMS: f"kitsune_trainstep_{precision}",
     }
     first = next((stage for stage, variant in whole.items() if variant in measured.variants(case)), Stage.STREAMS)
+    captured = f"kitsune_dropin_unfused_{precision}" if first is Stage.WHOLE else f"kitsune_dropin_{precision}"
     plan = [
         (stage, variant, _missing(measured, case, variant))
         for stage, variant in (
             (Stage.EAGER, f"eager_{precision}"),
-            (Stage.CAPTURED, f"kitsune_dropin_{precision}"),
+            (Stage.CAPTURED, captured),
             (Stage.WHOLE, whole[first]),
         )
     ]

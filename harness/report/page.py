@@ -129,7 +129,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Contributions",
             "What each optimization contributes",
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
-            " (drop-in), with the optimizer in the same replay (TrainStep on one stream, unfused), with those"
+            " (drop-in on one stream, unfused), with the optimizer in the same replay (TrainStep, likewise), with those"
             " operators fused that TrainStep fuses by default, and with the streams that it chooses by measurement."
             " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
             " that it may differ from the ratio of the bars.",

@@ -27,8 +27,8 @@ class Variant:
             that float32 variants there run the same kernels as eager PyTorch.
         fused: ``Adam(fused=True)``; without it torch chooses.
         compile_mode: the mode given to ``torch.compile``; None does not compile.
-        num_streams: the most CUDA streams that ``TrainStep`` may use; None leaves it at its default.
-        enable_fusion: whether ``TrainStep`` may fuse operators; None leaves it at its default.
+        num_streams: the most CUDA streams that Kitsune may use; None leaves it at its default.
+        enable_fusion: whether Kitsune may fuse operators; None leaves it at its default.
         cuda_only: why the variant exists on CUDA only; None where it exists everywhere.
     """
 
@@ -103,6 +103,14 @@ VARIANTS: Mapping[str, Variant] = {
             "kitsune_trainstep_fp32", "Kitsune TrainStep, float32", "kitsune_trainstep", "fp32", channels_last=True
         ),
         Variant("kitsune_trainstep_amp", "Kitsune TrainStep, autocast", "kitsune_trainstep", "amp", channels_last=True),
+        Variant(
+            "kitsune_dropin_unfused_fp32", "Kitsune drop-in on one stream, unfused, float32", "kitsune_dropin",
+            "fp32", channels_last=True, num_streams=1, enable_fusion=False, cuda_only=_FUSION,
+        ),
+        Variant(
+            "kitsune_dropin_unfused_amp", "Kitsune drop-in on one stream, unfused, autocast", "kitsune_dropin",
+            "amp", channels_last=True, num_streams=1, enable_fusion=False, cuda_only=_FUSION,
+        ),
         Variant(
             "kitsune_trainstep_one_stream_fp32", "Kitsune TrainStep on one stream, float32", "kitsune_trainstep",
             "fp32", channels_last=True, num_streams=1, cuda_only=_STREAMS,

@@ -17,12 +17,21 @@ from harness.variants.training import Ingredients, LoopTraining, Training
 _UNSETTLED_MODES = ("idle", "measuring")
 
 
+def _options(num_streams: int | None, enable_fusion: bool | None) -> dict[str, Any]:
+    """What is not left open, which is what None does."""
+    options = {"num_streams": num_streams, "enable_fusion": enable_fusion}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 class DropInTraining(LoopTraining):
     """The plain loop with the optimizer wrapped: the one line that a user changes."""
 
-    def __init__(self, ingredients: Ingredients) -> None:
+    def __init__(self, ingredients: Ingredients, num_streams: int | None, enable_fusion: bool | None) -> None:
         self._kitsune = kitsune.KitsuneOptimizer(
-            torch.optim.Adam, ingredients.model.parameters(), lr=ingredients.learning_rate
+            torch.optim.Adam,
+            ingredients.model.parameters(),
+            lr=ingredients.learning_rate,
+            **_options(num_streams, enable_fusion),
         )
         super().__init__(ingredients, ingredients.model, self._kitsune)
 
@@ -38,17 +47,16 @@ class DropInTraining(LoopTraining):
 
 
 class TrainStepTraining(Training):
-    """The explicit form: the whole step in one call, on at most so many streams, fused or not; None leaves it open."""
+    """The explicit form: the whole step in one call."""
 
     def __init__(self, ingredients: Ingredients, num_streams: int | None, enable_fusion: bool | None) -> None:
         super().__init__(ingredients)
-        options: dict[str, Any] = {"num_streams": num_streams, "enable_fusion": enable_fusion}
         self._step = kitsune.TrainStep(
             ingredients.model,
             ingredients.loss_fn,
             ingredients.adam(),
             enable_amp=ingredients.precision == "amp",
-            **{name: value for name, value in options.items() if value is not None},
+            **_options(num_streams, enable_fusion),
         )
 
     @property

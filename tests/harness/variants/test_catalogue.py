@@ -25,6 +25,8 @@ EXPECTED = [
     "kitsune_dropin_amp",
     "kitsune_trainstep_fp32",
     "kitsune_trainstep_amp",
+    "kitsune_dropin_unfused_fp32",
+    "kitsune_dropin_unfused_amp",
     "kitsune_trainstep_one_stream_fp32",
     "kitsune_trainstep_one_stream_amp",
     "kitsune_trainstep_unfused_fp32",
@@ -52,7 +54,7 @@ def test_names_and_titles_say_the_precision(variant: Variant) -> None:
 def test_kitsune_is_laid_out_as_what_is_captured_by_hand() -> None:
     for precision in ("fp32", "amp"):
         baseline = variants.get(f"handcaptured_{precision}")
-        for form in ("dropin", "trainstep", "trainstep_one_stream", "trainstep_unfused"):
+        for form in ("dropin", "dropin_unfused", "trainstep", "trainstep_one_stream", "trainstep_unfused"):
             variant = variants.get(f"kitsune_{form}_{precision}")
             assert variant.uses_channels_last("cuda") == baseline.uses_channels_last("cuda")
 
@@ -80,6 +82,13 @@ def test_unfused_differs_from_one_stream_in_nothing_else() -> None:
             cuda_only=one_stream.cuda_only,
         )
         assert same == one_stream
+
+
+def test_the_unfused_drop_in_loop_does_without_what_the_unfused_whole_step_does_without() -> None:
+    for precision in ("fp32", "amp"):
+        loop, whole = (variants.get(f"kitsune_{form}_unfused_{precision}") for form in ("dropin", "trainstep"))
+        assert (loop.family, whole.family) == ("kitsune_dropin", "kitsune_trainstep")
+        assert replace(loop, name=whole.name, title=whole.title, family=whole.family) == whole
 
 
 def test_on_the_cpu_float32_variants_share_eager_s_layout() -> None:

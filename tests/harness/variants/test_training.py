@@ -10,6 +10,7 @@ from harness import variants
 from harness.replay_plans import ReplayPlan
 from harness.variants.availability import unavailable
 from harness.variants.building import start
+from harness.variants.kitsune import DropInTraining
 from harness.variants.training import Training, prepare
 
 CPU = torch.device("cpu")
@@ -43,7 +44,19 @@ def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
     torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_only_the_variants_that_do_without_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_loops_that_do_without_say_so() -> None:
+    for precision in ("fp32", "amp"):
+        for form, expected in (
+            ("dropin", kitsune.Config()),
+            ("dropin_unfused", kitsune.Config(num_streams=1, enable_fusion=False)),
+        ):
+            variant = variants.get(f"kitsune_{form}_{precision}")
+            loop = start(variant, prepare(variant, "mlp", 2, CPU))
+            assert isinstance(loop, DropInTraining)
+            assert loop._kitsune.config == expected
+
+
+def test_only_the_whole_steps_that_do_without_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, object]] = []
     monkeypatch.setattr(kitsune, "TrainStep", lambda *arguments, **options: given.append(options))
     for precision in ("fp32", "amp"):
