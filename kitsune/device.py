@@ -6,6 +6,8 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -71,6 +73,18 @@ def current_stream(device: torch.device) -> int:
         return 0
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)  # the public way takes ten times as long
     return stream
+
+
+@contextmanager
+def on_stream(stream: int, device: torch.device) -> Iterator[None]:
+    """Within, a stream that has been `current_stream` is so again; what was current waits for it afterwards."""
+    if current_stream(device) == stream:
+        yield
+        return
+    earlier = torch.cuda.ExternalStream(stream, device)
+    with torch.cuda.stream(earlier):
+        yield
+    torch.cuda.current_stream(device).wait_stream(earlier)
 
 
 def synchronize(device: torch.device) -> None:

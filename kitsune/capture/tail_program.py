@@ -1,4 +1,4 @@
-"""The backward pass of a model from what the loop made of its outputs: one program of ATen operators."""
+"""The backward pass of a model from what the loop made of its outputs, alone or after its forward pass: one program."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kitsune.graph import dataflow
 
 @dataclass(frozen=True)
 class TailProgram:
-    """What follows a forward program up to the gradients.
+    """What follows a forward program up to the gradients, alone or after that.
 
     Attributes:
-        module: takes the values that the forward program has saved, its outputs, then the given tensors of the
-            operations; returns results of operations, the loss first if it is one, then gradients.
+        module: takes what the forward program returns, or what that takes, then the given tensors of the operations;
+            returns results, the loss first if it is one of them, then gradients.
         results: the places of those results.
         gradient_places: positions of the flat inputs of the call that get the gradients.
     """
@@ -37,6 +37,7 @@ def trace_tail(
     root: int,
     wanted: Sequence[int],
     given: Sequence[Sequence[torch.Tensor]],
+    flat: Sequence[torch.Tensor] | None = None,
 ) -> TailProgram:
     """Traces the operations, the backward pass of the loss, and that of the call.
 
@@ -44,8 +45,9 @@ def trace_tail(
         program: the call's, whose backward pass has one part.
         operations: what is done with the outputs; the place of an output is its index, the results follow.
         root: the place of the loss.
-        wanted: the places of other results that are to be returned.
+        wanted: the places of other results that are to be returned; outputs are results of the forward pass.
         given: for each operation, the tensors that are no results.
+        flat: those of the call, if its forward pass is to be part of the program.
 
     Raises:
         RefusedError: they cannot be captured.
@@ -53,28 +55,31 @@ def trace_tail(
     counts = [len(some) for some in given]
     num_outputs = len(program.differentiable)
     returned = [node.meta["val"] for node in dataflow.outputs(program.forward.graph) if node is not None]
-    outputs, saved = returned[:num_outputs], returned[num_outputs:]
-    results = [place for place in (root, *wanted) if place >= num_outputs]
+    begin = returned if flat is None else flat
+    results = [place for place in (root, *wanted) if flat is not None or place >= num_outputs]
     needed = _needed(operations, results, num_outputs)
     used: list[int] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        kept, rest = inputs[: len(saved)], inputs[len(saved) :]
-        heads = zip(rest, program.differentiable, strict=False)
+        known: Sequence[torch.Tensor] = inputs[: len(begin)]
+        outer = iter(inputs[len(begin) :])
+        if flat is not None:
+            with torch.no_grad(), torch.autocast(program.tangents[0].device.type, enabled=False):
+                known = interpret(program.forward, known)
+        heads = zip(known, program.differentiable, strict=False)
         values = {place: head.detach().requires_grad_(needs) for place, (head, needs) in enumerate(heads)}
         leaves = [values[place] for place, needs in enumerate(program.differentiable) if needs]
-        outer = iter(rest[num_outputs:])
         for place, (operation, count) in enumerate(zip(operations, counts, strict=True), num_outputs):
             own = [next(outer) for _ in range(count)]
             if place in needed:
                 values[place] = operation.run(values, own)
         loss = values[root]
         found = gradients([loss], leaves, [torch.ones_like(loss)])
-        grads = _backward(program, kept, found)
+        grads = _backward(program, known[num_outputs:], found)
         used[:] = [index for index, grad in enumerate(grads) if grad is not None]
         return [*(values[place].detach() for place in results), *(grad for grad in grads if grad is not None)]
 
-    module = trace(joint, [*saved, *outputs, *(tensor for some in given for tensor in some)])
+    module = trace(joint, [*begin, *(tensor for some in given for tensor in some)])
     if any(map(dataflow.draws_random_numbers, module.graph.nodes)):
         raise RefusedError(Refusal("what the loop does with the model's output draws random numbers"))
     return TailProgram(module, tuple(results), tuple(program.parts[0].gradient_places[index] for index in used))

@@ -10,11 +10,13 @@ import torch
 from torch import fx
 
 from kitsune.capture.ambient import autocast_dtype
-from kitsune.capture.layout import copied
+from kitsune.capture.layout import TensorLayout, copied
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
 from kitsune.errors import KitsuneError
+from kitsune.graph import dataflow
 from kitsune.loop.backward_graph import BackwardGraph
+from kitsune.loop.deferring import Deferral, DeferredCall
 from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.recording import Recording
 from kitsune.loop.tail_step import TailStep
@@ -65,17 +67,33 @@ class CallGraphs:
         self.has_replayed_loss = False  # in the backward pass of the latest call
         self._backwards = backwards
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
+        layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
+        self._layouts = layouts[: len(program.differentiable)]
+        self._deferral = None if tail_step is None else Deferral(tail_step, self.stable)
         self._contexts: list[weakref.ref[Any]] = []  # the nodes of the latest call
 
     def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The outputs of a call as the loop gets them."""
+        self.has_replayed_loss = False
+        if self._deferral is not None and self._deferral.may_begin(self._tails):
+            self._contexts = []
+            following = Following(DeferredCall(self, self._deferral, flat), self._layouts, self._tails)
+            self._tails.lend(following)
+            return following.pending_outputs()
+        followed = self.call_now(flat)
+        if self.tail_step is None or self._tails.are_refused():
+            return followed.outputs()
+        return Following(followed, self._layouts, self._tails).outputs(self.program.differentiable)
+
+    def call_now(self, flat: Sequence[torch.Tensor]) -> _FollowedCall:
+        """Runs a call."""
         run = _Run(flat, [*flat, *[None] * len(self.program.tangents)])
         self._contexts = []
         for graph in reversed(self._backwards):
             inputs = [run.ends[place] for place in graph.part.gradient_places]
             results = _Replay.apply(self, graph, run, *inputs)  # type: ignore[no-untyped-call]
             self._link(run, graph.part.roots, results)
-        return self._followed(run.outputs)
+        return _FollowedCall(self, run.outputs, self._contexts[0]())
 
     def run_forward(self, run: _Run) -> None:
         """Runs the forward pass. To be called where autograd records nothing."""
@@ -102,18 +120,10 @@ class CallGraphs:
                 run.outputs[place] = end
             run.ends[len(run.flat) + root] = end
 
-    def _followed(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        self.has_replayed_loss = False
-        if self.tail_step is None or self._tails.are_refused():
-            return outputs
-        (context,) = self._contexts
-        following = Following(outputs, self._tails, _TailsOfCall(self, context()))
-        return following.outputs(self.program.differentiable)
-
     def replay_tail(
         self, node: Any, tail: Tail, outputs: Sequence[torch.Tensor], wanted: Sequence[int]
     ) -> Mapping[int, torch.Tensor] | None:
-        """See `kitsune.loop.following.Backward`; `node` is the call's in autograd's graph."""
+        """See `kitsune.loop.following.FollowedCall`; `node` is the call's in autograd's graph."""
         assert self.tail_step is not None
         if autocast_dtype(outputs[0].device.type) is not None:
             return None
@@ -123,7 +133,7 @@ class CallGraphs:
             return None
         if node.static is not None:
             saved, outputs = node.static, self.forward.executor.static_outputs()[: len(outputs)]
-        results = self.tail_step.replay(tail, saved, outputs, wanted)
+        results = self.tail_step.replay(tail, [*outputs, *saved], wanted)
         if results is not None:
             node.is_spent = self.has_replayed_loss = True
             self._backwards[0].drop_recording()
@@ -208,7 +218,9 @@ class CallGraphs:
         """Whether the saved values of the last call may still be needed by its backward pass.
 
         Where a part of it ran already, and another may follow, they are moved to memory of their own: then nothing is.
+        If it was put off and somebody still refers to its outputs, it runs now.
         """
+        self._tails.settle()
         if not self.forward.executor.keeps_outputs:
             return False
         contexts = [context for reference in self._contexts if (context := reference()) is not None]
@@ -220,6 +232,10 @@ class CallGraphs:
                 context.static, context.has_moved = [copied(tensor) for tensor in context.static], True
         self._contexts = []
         return False
+
+    def settle(self) -> None:
+        """Has the latest call run, if that was put off and somebody still refers to its outputs."""
+        self._tails.settle()
 
     def now_pending(self, context: Any) -> None:
         self._contexts.append(weakref.ref(context))
@@ -250,19 +266,20 @@ class _Run:
         self.saved: list[torch.Tensor] = []
 
 
-class _TailsOfCall:
-    """Replays what follows one call; see `kitsune.loop.following.Backward`."""
+class _FollowedCall:
+    """A call that has run; see there. `node` is the one of autograd's graph that goes back, if there is one alone."""
 
-    def __init__(self, graphs: CallGraphs, node: Any) -> None:
-        self._graphs, self._node = graphs, node
+    def __init__(self, graphs: CallGraphs, outputs: Sequence[torch.Tensor], node: Any) -> None:
+        self._graphs, self._outputs, self._node = graphs, outputs, node
+
+    def outputs(self) -> Sequence[torch.Tensor]:
+        return self._outputs
 
     def accepts(self, tail: Tail) -> bool:
         return self._graphs.tail_step is not None and self._graphs.tail_step.accepts(tail)
 
-    def replay(
-        self, tail: Tail, outputs: Sequence[torch.Tensor], wanted: Sequence[int]
-    ) -> Mapping[int, torch.Tensor] | None:
-        return self._graphs.replay_tail(self._node, tail, outputs, wanted)
+    def replay(self, tail: Tail, wanted: Sequence[int]) -> Mapping[int, torch.Tensor] | None:
+        return self._graphs.replay_tail(self._node, tail, self._outputs, wanted)
 
 
 class _Replay(torch.autograd.Function):

@@ -144,6 +144,8 @@ class DropInLoop:
         if self._is_paused:
             self._optimizer.step()
             return
+        for split, _, _ in self._iteration.values():
+            split.settle()
         replays = any(step.chooser.next() == "replay" for step, _, _ in self._iteration.values())
         if replays and self._update.verified < self._config.verify and self._verified_update():
             self._latest_updated = False

@@ -14,7 +14,7 @@ from kitsune.capture.following import FollowedTensor, PendingTensor, followed, p
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
 from kitsune.capture.watch import is_watched
-from kitsune.device import current_stream
+from kitsune.device import current_stream, on_stream
 
 _MOST_TAILS = 4
 
@@ -118,6 +118,12 @@ class Tails:
         """Whether there are some, and none can be replayed."""
         return bool(self.known) and all(tail.refused for tail in self.known)
 
+    def settle(self) -> None:
+        """Has the user's call run, if that was put off and somebody may still ask for its outputs."""
+        user = None if self._user is None else self._user()
+        if user is not None and user.is_put_off:
+            user.close()
+
     def lend(self, user: Following) -> None:
         """Gives `user` the memory; whoever had it computes what needs it, and leaves the rest to autograd."""
         before = None if self._user is None else self._user()
@@ -126,13 +132,16 @@ class Tails:
         self._user = weakref.ref(user)
 
 
-class Backward(Protocol):
-    """Runs the backward pass of a loss at the end of a tail."""
+class FollowedCall(Protocol):
+    """A call, and the backward passes of losses at the ends of its tails."""
+
+    def outputs(self) -> Sequence[Tensor]:
+        """As autograd knows them. A call that was put off runs now."""
 
     def accepts(self, tail: Tail) -> bool:
         """Whether a tail can be replayed: it does the same with whatever values."""
 
-    def replay(self, tail: Tail, outputs: Sequence[Tensor], wanted: Sequence[int]) -> Mapping[int, Tensor] | None:
+    def replay(self, tail: Tail, wanted: Sequence[int]) -> Mapping[int, Tensor] | None:
         """The results at the root and at the places `wanted`, the caller's own; None, with nothing done, if it cannot.
 
         Parameters have their gradients afterwards.
@@ -147,29 +156,40 @@ class Following:
     asks for a value. Whatever was never done before is done at once.
 
     Args:
-        outputs: of the call, as autograd knows them.
+        call: the call.
+        layouts: of its outputs.
         tails: what was done with outputs of earlier calls; added to.
-        backward: replays tails.
     """
 
-    def __init__(self, outputs: Sequence[Tensor], tails: Tails, backward: Backward) -> None:
+    def __init__(self, call: FollowedCall, layouts: Sequence[TensorLayout], tails: Tails) -> None:
         self._tails = tails
-        self._backward: Backward | None = backward
-        self._outputs = list(outputs)
-        self._device = outputs[0].device
+        self._call: FollowedCall | None = call
+        self._layouts = layouts
+        self._outputs: Sequence[Tensor] = ()  # until the call has run
+        self._device = layouts[0].device
         self._stream = current_stream(self._device)
-        self._values: dict[int, Tensor] = dict(enumerate(outputs))
+        self._values: dict[int, Tensor] = {}
         self._done = Tail([], [], [], 0, [])
         self._candidates = list(tails.known)
-        self._versions = {place: output._version for place, output in enumerate(outputs)}
+        self._versions: dict[int, int] = {}
         self._pending: dict[int, weakref.ref[PendingTensor]] = {}
         self._is_open = True
         self._is_spent = False
 
     def outputs(self, differentiable: Sequence[bool]) -> list[Tensor]:
-        """The outputs as the loop gets them."""
+        """The outputs as the loop gets them. The call runs now, or has run."""
+        self._run_call()
         pairs = enumerate(zip(self._outputs, differentiable, strict=True))
         return [self._followed(place, output) if needs else output for place, (output, needs) in pairs]
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether its call has not run."""
+        return self._call is not None and not self._outputs
+
+    def pending_outputs(self) -> list[Tensor]:
+        """Outputs of a call that has been put off, as the loop gets them; all of them have a gradient."""
+        return [self._awaited(place, layout) for place, layout in enumerate(self._layouts)]
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if function is Tensor.backward:
@@ -203,7 +223,9 @@ class Following:
 
     def value(self, place: int) -> Tensor:
         """The plain tensor at a place, computed now if it has not been before."""
-        if place not in self._values:
+        if place < len(self._layouts):
+            self._run_call()
+        elif place not in self._values:
             self._compute()
         value = self._values[place]
         if not self._is_spent or not torch.is_grad_enabled():
@@ -232,9 +254,23 @@ class Following:
         if is_view:
             with plainly():
                 return self._followed(place, operation.run(self._values, _copies(tail.given[index])))
+        return self._awaited(place, layout)
+
+    def _awaited(self, place: int, layout: TensorLayout) -> Tensor:
+        """A tensor to be computed later."""
         result = pending(layout, self, place)
         self._pending[place] = weakref.ref(result)
         return result
+
+    def _run_call(self) -> None:
+        """Has the call run, if it has not."""
+        if not self.is_put_off:
+            return
+        assert self._call is not None
+        with on_stream(self._stream, self._device), plainly(), torch.inference_mode(False):
+            self._outputs = self._call.outputs()
+        for place, output in enumerate(self._outputs):
+            self._values[place], self._versions[place] = output, output._version
 
     def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, given: list[Tensor]) -> int:
         """The place of the result."""
@@ -243,7 +279,7 @@ class Following:
         done.layouts.append(layout)
         done.is_view.append(is_view)
         done.given.append(given)
-        return len(self._outputs) + len(done.operations) - 1
+        return len(self._layouts) + len(done.operations) - 1
 
     def _followed(self, place: int, result: Tensor) -> Tensor:
         """As the loop gets it. What is computed from it goes through its hooks."""
@@ -270,13 +306,14 @@ class Following:
     def _compute(self) -> None:
         """All results that have not been computed yet."""
         done = self._done
-        if len(self._values) == len(self._outputs) + len(done.operations):
+        if len(self._values) == len(self._layouts) + len(done.operations):
             return
         if not self._is_unchanged():
             raise RuntimeError(CHANGED)
+        self._run_call()
         with plainly(), torch.inference_mode(False):
             for index, (operation, given) in enumerate(zip(done.operations, done.given, strict=True)):
-                place = len(self._outputs) + index
+                place = len(self._layouts) + index
                 if place not in self._values:
                     self._values[place] = operation.run(self._values, _copies(given))
                     self._versions[place] = self._values[place]._version
@@ -316,8 +353,8 @@ class Following:
         with plainly():
             valued(loss).backward(gradient, retain_graph, create_graph, inputs)
         if is_followed and not self._candidates and len(self._tails.known) < _MOST_TAILS:
-            assert self._backward is not None
-            self._done.refused = not self._backward.accepts(self._done)
+            assert self._call is not None
+            self._done.refused = not self._call.accepts(self._done)
             self._tails.known.append(self._done)
         self._end({})
 
@@ -327,8 +364,8 @@ class Following:
     def _replay(self, tail: Tail) -> bool:
         alive = [place for place, reference in self._pending.items() if reference() is not None]
         wanted = [place for place in alive if place != tail.root and place not in self._values]
-        assert self._backward is not None
-        results = self._backward.replay(tail, self._outputs, wanted)
+        assert self._call is not None
+        results = self._call.replay(tail, wanted)
         if results is None:
             return False
         self._values = {place: value.detach() for place, value in self._values.items()}
@@ -341,8 +378,8 @@ class Following:
         alive = {place for place, reference in self._pending.items() if reference() is not None}
         self._values = {place: value for place, value in {**self._values, **results}.items() if place in alive}
         self._versions = {}
-        self._is_open, self._backward = False, None
-        self._outputs, self._done, self._candidates = [], Tail([], [], [], 0, []), []
+        self._is_open, self._call = False, None
+        self._outputs, self._done, self._candidates = (), Tail([], [], [], 0, []), []
 
 
 def _copies(given: Sequence[Tensor]) -> list[Tensor]:

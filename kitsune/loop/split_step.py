@@ -163,6 +163,11 @@ class SplitStep(GuardedStep):
         parts = (program.forward, *(part.backward for part in program.parts))
         return max(rounding(part.graph) for part in parts)
 
+    def settle(self) -> None:
+        """Has the latest call run, if that was put off and somebody still refers to its outputs."""
+        if self._graphs is not None:
+            self._graphs.settle()
+
     def end_iteration(self) -> int:
         """To be called after each; how many of its backward passes ran operator by operator."""
         if self._graphs is None:

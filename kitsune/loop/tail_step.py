@@ -1,4 +1,4 @@
-"""Replays the backward pass of a call from the loss on, which the loop has made of the call's outputs."""
+"""Replays the backward pass of a call from the loss on, which the loop has made of its outputs, or the call as well."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class TailStep:
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._config, self._streams, self._log = config, streams, log
-        self._recorded: dict[Tail, _Recorded] = {}
+        self._recorded: dict[tuple[Tail, bool], _Recorded] = {}
+        self._is_repeatable = True  # until that is found to be refused
 
     def accepts(self, tail: Tail) -> bool:
         """See `kitsune.loop.following.Backward`."""
@@ -92,15 +93,21 @@ class TailStep:
             self._setup_seconds += time.perf_counter() - started
         return True
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it makes no difference when the forward pass runs; and each output has a gradient."""
+        return self._is_repeatable and self._program.repeatable and all(self._program.differentiable)
+
     def replay(
-        self, tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[int]
+        self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], *, whole: bool = False
     ) -> Mapping[int, Tensor] | None:
         """Replays `tail`; see `kitsune.loop.following.Backward`.
 
         Args:
-            saved, outputs: what the recorded forward pass has returned.
+            values: what the recorded forward pass has returned; or the flat tensors of the call, always the same ones.
+            whole: whether the forward pass is to be replayed, too; see `is_repeatable`.
         """
-        recorded = self._recorded.get(tail)
+        recorded = self._recorded.get((tail, whole))
         if recorded is None or not recorded.surroundings.hold():
             refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
             if refusal is not None:
@@ -108,21 +115,22 @@ class TailStep:
                 return None
         if recorded is None:
             try:
-                recorded = self._recorded[tail] = self._record(tail, saved, outputs, wanted)
+                recorded = self._recorded[tail, whole] = self._record(tail, values, wanted, whole)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
-                tail.refused = True
+                self._is_repeatable &= not whole
+                tail.refused = not whole
                 return None
         is_complete = set(wanted) <= set(recorded.results)
         if not (is_complete and _may_add(recorded.trained) and _make_way(recorded)):
             return None
-        values = recorded.recording(_inputs(tail, saved, outputs))
+        found = recorded.recording([*values, *_given(tail)])
         count = len(recorded.results)
-        results = dict(zip(recorded.results, values[:count], strict=True))
+        results = dict(zip(recorded.results, found[:count], strict=True))
         if recorded.recording.executor.keeps_outputs:
             kept = recorded.results[recorded.gives :]
-            results |= copy.deepcopy({place: results[place] for place in kept if place in (tail.root, *wanted)})
-        _accumulate(recorded.trained, values[count:])
+            results |= _copies({place: results[place] for place in kept if place in (tail.root, *wanted)})
+        _accumulate(recorded.trained, found[count:])
         return results
 
     def take_setup_seconds(self) -> float:
@@ -138,12 +146,14 @@ class TailStep:
             recorded.recording.release()
         self._recorded.clear()
 
-    def _record(
-        self, tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor], wanted: Sequence[int]
-    ) -> _Recorded:
+    def _record(self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], whole: bool) -> _Recorded:
         started = time.perf_counter()
-        program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given)
-        inputs = _inputs(tail, saved, [output.detach() for output in outputs])
+        inputs = [*(tensor.detach() for tensor in values), *_given(tail)]
+        flat = inputs[: len(values)] if whole else None
+        if whole:  # whichever outputs are wanted another time
+            outputs = (place for place in range(len(self._program.differentiable)) if place != tail.root)
+            wanted = sorted({*outputs, *wanted})
+        program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat)
         device = inputs[0].device
         gives = device.type == "cuda" and program.results[:1] == (tail.root,)
         recording = Recording(
@@ -165,8 +175,16 @@ class TailStep:
         return _Recorded(recording, program.results, gives, trained, static, HandedOut(static), surroundings)
 
 
-def _inputs(tail: Tail, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    return [*saved, *outputs, *(tensor for some in tail.given for tensor in some)]
+def _given(tail: Tail) -> list[Tensor]:
+    return [tensor for some in tail.given for tensor in some]
+
+
+def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+    """In memory of their own; those that share some share it afterwards, too."""
+    storages = {value.untyped_storage().data_ptr() for value in values.values()}
+    if len(storages) == len(values) and all(value.is_contiguous() for value in values.values()):
+        return {place: value.clone() for place, value in values.items()}
+    return copy.deepcopy(values)
 
 
 def _make_way(recorded: _Recorded) -> bool:

@@ -67,7 +67,7 @@ def traced(module: nn.Module, loss: Callable[[Sequence[Tensor]], Tensor]) -> tup
     needed = [output for output, needs in zip(recorder.outputs(), program.differentiable, strict=True) if needs]
     result = loss(needed)
     tail = trace_tail(program, recorder.operations, result.place, (), recorder.given)  # type: ignore[attr-defined]
-    outputs = tail.module(*values[count:], *recorder.values[:count], *(one for some in recorder.given for one in some))
+    outputs = tail.module(*recorder.values[:count], *values[count:], *(one for some in recorder.given for one in some))
     recorder.values.append(outputs)
     return flat, tail, recorder
 
