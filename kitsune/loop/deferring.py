@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.layout import TensorLayout, copied
-from kitsune.loop.following import FollowedCall, Tail, Tails
+from kitsune.loop.following import EditedError, FollowedCall, Tail, Tails
 from kitsune.loop.tail_step import TailStep
 
 # A loop that looks at outputs before `backward()` does so at each iteration, or now and then.
@@ -124,4 +124,4 @@ class DeferredCall:
 
     def _refuse_edits(self) -> None:
         if self._deferral.versions(self._flat) != self._versions:
-            raise RuntimeError(_EDITED)
+            raise EditedError(_EDITED)

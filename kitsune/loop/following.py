@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -132,11 +133,19 @@ class Tails:
         self._user = weakref.ref(user)
 
 
+class EditedError(RuntimeError):
+    """A call that was put off cannot run any more: what it was to read has been written to."""
+
+
 class FollowedCall(Protocol):
     """A call, and the backward passes of losses at the ends of its tails."""
 
     def outputs(self) -> Sequence[Tensor]:
-        """As autograd knows them. A call that was put off runs now."""
+        """As autograd knows them. A call that was put off runs now.
+
+        Raises:
+            EditedError: it cannot.
+        """
 
     def accepts(self, tail: Tail) -> bool:
         """Whether a tail can be replayed: it does the same with whatever values."""
@@ -234,9 +243,10 @@ class Following:
         return spent
 
     def close(self) -> None:
-        """Computes what is pending, and follows no further."""
+        """Computes what is pending, and follows no further. What cannot be computed any more raises when asked for."""
         if self._is_open:
-            self._compute()
+            with suppress(EditedError):
+                self._compute()
             self._is_open = False
 
     def _defer(self, candidates: list[Tail], operation: Operation, given: list[Tensor]) -> Tensor:

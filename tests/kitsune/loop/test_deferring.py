@@ -1,0 +1,222 @@
+"""Calls that are put off until `backward()`, with `defer_loss`: nothing of that shows, but that they run later."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+from kitsune.capture.following import PendingTensor
+from kitsune.loop.call_graphs import CallGraphs
+from kitsune.loop.tail_step import TailStep
+from tests.kitsune import static_memory
+from tests.kitsune.followed_loops import STEPS, Loop, alike, plain, run, stepped
+from tests.kitsune.training import Net, adam, batch
+
+PLACES = ["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+FIRST = 3
+"""The steps before calls are put off: two are eager, and the third shows what the loop does."""
+
+
+@pytest.fixture(params=PLACES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "static memory":
+        static_memory.install(monkeypatch)
+    return torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+class Counts:
+    """Of captured calls: how many ran by themselves, and how many were replayed with their backward pass."""
+
+    def __init__(self) -> None:
+        self.alone = self.whole = 0
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    counts, call_now, replay = Counts(), CallGraphs.call_now, TailStep.replay
+
+    def counted_call(self: CallGraphs, *args: Any) -> Any:
+        counts.alone += 1
+        return call_now(self, *args)
+
+    def counted_replay(self: TailStep, *args: Any, whole: bool = False) -> Any:
+        results = replay(self, *args, whole=whole)
+        counts.whole += whole and results is not None
+        return results
+
+    monkeypatch.setattr(CallGraphs, "call_now", counted_call)
+    monkeypatch.setattr(TailStep, "replay", counted_replay)
+    return counts
+
+
+def test_calls_run_with_their_backward_pass(device: torch.device, counts: Counts) -> None:
+    loop = alike(plain, device)
+    assert (counts.alone, counts.whole) == (1, STEPS - FIRST)
+    assert loop.optimizer.status().covered == ("forward", "loss", "backward", "update")
+
+
+def test_outputs_and_losses_that_are_kept(device: torch.device, counts: Counts) -> None:
+    """Read once training is over, they are what they were."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = stepped(loop, functional.cross_entropy(out, y))
+        loop.memo.setdefault("kept", []).append((out, loss))
+        if loop.index < STEPS - 1:
+            return None
+        return [(one.detach().clone(), other.item(), one.grad_fn is None) for one, other in loop.memo["kept"]]
+
+    alike(body, device)
+    assert counts.whole == STEPS - FIRST
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "accuracy": lambda out: out.argmax(1),
+    "a view": lambda out: out[0].detach().clone(),
+    "text": lambda out: str(out.detach()),
+    "metadata": lambda out: (out.shape, out.dtype, out.requires_grad, out.is_leaf, out.grad_fn is None),
+    "its own gradient": lambda out: torch.autograd.grad(out.sum(), out, retain_graph=True)[0],
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_an_output_is_looked_at_before_backward(name: str, device: torch.device, counts: Counts) -> None:
+    """Where a loop does so always, calls are put off no more after a few."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        seen = LOOKS[name](out)
+        stepped(loop, functional.cross_entropy(out, y))
+        return seen
+
+    alike(body, device)
+    assert counts.whole == 0
+
+
+def test_an_output_that_is_looked_at_now_and_then(device: torch.device, counts: Counts) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        seen = out.detach().sum().item() if loop.index % 2 else None
+        return seen, stepped(loop, functional.cross_entropy(out, y)).item()
+
+    alike(body, device, steps=12)
+    assert counts.whole == sum(index % 2 == 0 for index in range(FIRST, 12))
+
+
+def test_an_argument_that_is_used_again(device: torch.device) -> None:
+    """By a loader with one buffer, before the output is looked at."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        if loop.index == STEPS - 1:
+            out = loop.model(x)
+            x.zero_()
+            return out.detach().clone()
+        return plain(loop, x, y)
+
+    alike(body, device)
+
+
+def test_an_update_between_a_call_and_a_look_at_its_output(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loss = functional.cross_entropy(loop.model(x), y)
+        loop.optimizer.zero_grad()
+        loss.backward()
+        extra = loop.model(x + 1)
+        loop.optimizer.step()
+        return extra.detach().clone()
+
+    alike(body, device)
+
+
+def test_two_calls_before_a_backward_pass(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        first, second = loop.model(x), loop.model(2 * x)
+        return stepped(loop, functional.cross_entropy(first, y) + functional.mse_loss(first, second)).item()
+
+    alike(body, device)
+
+
+def test_a_call_whose_output_is_dropped_does_not_run(device: torch.device, counts: Counts) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        if loop.index > FIRST:
+            loop.model(2 * x)
+        return plain(loop, x, y)
+
+    alike(body, device)
+    assert (counts.alone, counts.whole) == (1, STEPS - FIRST)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)),
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)),
+    ],
+    ids=["buffers", "random numbers"],
+)
+def test_calls_of_which_it_shows_when_they_run_are_not_put_off(
+    build: Callable[[], nn.Module], device: torch.device, counts: Counts
+) -> None:
+    if device.type == "cpu":
+        alike(plain, device, build)
+    else:  # a GPU draws other numbers in a graph
+        run(plain, device, True, build, STEPS)
+    assert (counts.alone, counts.whole) == (STEPS - 2, 0)
+
+
+def test_a_parameter_written_to_after_the_call_is_an_error(device: torch.device) -> None:
+    """Plain PyTorch says the same of most parameters, for which autograd needs their values."""
+    model = Net().to(device)
+    optimizer = kitsune.KitsuneOptimizer(adam(model), mode="replay", defer_loss=True)
+    loop = Loop(model, optimizer, device)
+    for loop.index in range(STEPS):
+        plain(loop, *loop.batch())
+    before = [param.detach().clone() for param in model.parameters()]
+    x, y = loop.batch()
+    loss = functional.cross_entropy(model(x), y)
+    with torch.no_grad():
+        model.last.bias.add_(1)
+        before[-1].add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation: a parameter or a buffer"):
+        loss.backward()
+    for param, value in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.detach(), value)
+    plain(loop, x, y)
+
+
+def test_an_output_outlives_its_optimizer(device: torch.device) -> None:
+    model = Net().to(device)
+    plain_optimizer = adam(model)
+    optimizer = kitsune.KitsuneOptimizer(plain_optimizer, mode="replay", defer_loss=True)
+    loop = Loop(model, optimizer, device)
+    for loop.index in range(STEPS):
+        plain(loop, *loop.batch())
+    (x, y), _ = batch(99, device=str(device))
+    out = model(x)
+    assert type(out) is PendingTensor
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, mode="replay")
+    expected = model(x).detach().clone()
+    step(x, y)
+    del loop, optimizer
+    gc.collect()
+    torch.testing.assert_close(out.detach(), expected)
+
+
+def test_a_second_backward_pass_is_an_error_as_ever(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = functional.cross_entropy(out, y)
+        stepped(loop, loss)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            out.sum().backward()
+        return loss.item()
+
+    alike(body, device)
