@@ -51,8 +51,9 @@ class Config:
             `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in a loop
             fuses the calls of models with one output that has a gradient.
         defer_loss: let `KitsuneOptimizer` follow what a loop does with the model's output, and replay that together
-            with the backward pass where the loop does it again. `TrainStep` replays the loss anyway. Off by default:
-            the loop gets tensors of subclasses, and not everything that may be done with them is as without.
+            with the backward pass where the loop does it again; and with the call, where that can wait. `TrainStep`
+            replays the loss anyway. Off by default: the loop gets tensors of subclasses, and not everything that may be
+            done with them is as without.
         verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
             from the same state, which takes several times as long. What PyTorch does stands; after a difference that
             rounding does not explain, steps like that one run eagerly.
