@@ -6,6 +6,7 @@ what torch's documentation of subclasses uses; they have no public names.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -93,8 +94,9 @@ def pending(layout: TensorLayout, follower: Follower, place: int) -> PendingTens
         PendingTensor, layout.size, layout.stride, dtype=layout.dtype, device=layout.device, requires_grad=True
     )
     result.follower, result.place = follower, place
+    # What `register_hook` does takes as long as all of the above. It counts its hooks from 0 on.
     with plainly():
-        result.register_hook(_Onward(follower, place))  # type: ignore[no-untyped-call]
+        result._backward_hooks = OrderedDict({-1: _Onward(follower, place)})
     return result
 
 

@@ -17,7 +17,8 @@ class HandedOut:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._own = [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+        self._places = [storage._cdata for storage in self._storages]
+        self._own = self._counts()
 
     def in_use(self, besides: Collection[int] = ()) -> bool:
         """Whether any of them is referred to by more than when this object was made.
@@ -25,8 +26,11 @@ class HandedOut:
         Args:
             besides: addresses of storages to which one more reference is known.
         """
-        count = torch._C._storage_Use_Count
-        allowed = [
-            own + (storage.data_ptr() in besides) for storage, own in zip(self._storages, self._own, strict=True)
-        ]
-        return any(count(storage._cdata) > most for storage, most in zip(self._storages, allowed, strict=True))
+        counts = self._counts()
+        if counts == self._own:
+            return False
+        known = [storage.data_ptr() in besides for storage in self._storages]
+        return any(count > own + more for count, own, more in zip(counts, self._own, known, strict=True))
+
+    def _counts(self) -> list[int]:
+        return list(map(torch._C._storage_Use_Count, self._places))

@@ -42,18 +42,23 @@ class _Update:
     shortcut: UpdateShortcut | None = None
     latest_inputs: Sequence[torch.Tensor] = ()
 
+    def __post_init__(self) -> None:
+        self.strides = [slot.stride() for slot in self.slots]
+        self.addresses = [slot.data_ptr() for slot in self.slots]
+
     def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         return [*self.binding.params, *_into_slots(grads, self.slots), *self.binding.inputs()]
 
     def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether these gradients lie in the slots, but for those that are copied there."""
-        pairs = zip(grads, self.slots, strict=True)
+        there = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
+        if len(there) < len(self.slots) or [grad.stride() for grad in there] != self.strides:
+            return False
+        if not self.copied:
+            return [grad.data_ptr() for grad in there] == self.addresses
         return all(
-            grad is not None
-            and grad.layout is torch.strided
-            and grad.stride() == slot.stride()
-            and (grad.dtype == slot.dtype if place in self.copied else grad.data_ptr() == slot.data_ptr())
-            for place, (grad, slot) in enumerate(pairs)
+            grad.dtype == slot.dtype if place in self.copied else grad.data_ptr() == self.addresses[place]
+            for place, (grad, slot) in enumerate(zip(there, self.slots, strict=True))
         )
 
 
