@@ -13,7 +13,9 @@ from torch import Tensor
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.following import FollowedTensor, Follower, plainly
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = frozenset(
+    (type(None), bool, int, complex, str, type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 
 _VALUE, _GIVEN, _CONSTANT = "value", "given", "constant"
 
@@ -82,6 +84,11 @@ def described(
 
 
 def _described(argument: Any, follower: Follower, given: list[Tensor]) -> tuple[Any, ...]:
+    kind = type(argument)
+    if kind in _CONSTANTS:
+        return _CONSTANT, kind, argument
+    if kind is float:
+        return _CONSTANT, kind, argument, math.copysign(1.0, argument)
     if isinstance(argument, FollowedTensor) and argument.place is not None:
         if argument.follower is not follower:
             raise LookupError("a tensor of another call")
@@ -96,15 +103,10 @@ def _described(argument: Any, follower: Follower, given: list[Tensor]) -> tuple[
         with plainly():
             given.append(argument.as_subclass(Tensor))
         return _GIVEN, argument.shape, argument.stride(), argument.dtype, argument.device
-    kind = type(argument)
     if kind is list or kind is tuple:
         return kind, *[_described(one, follower, given) for one in argument]
     if kind is slice:
         return kind, *[_described(one, follower, given) for one in (argument.start, argument.stop, argument.step)]
-    if kind is float:
-        return _CONSTANT, kind, argument, math.copysign(1.0, argument)
-    if argument is Ellipsis or kind in _CONSTANTS:
-        return _CONSTANT, kind, argument
     raise LookupError(f"a {kind.__name__}")
 
 

@@ -202,7 +202,7 @@ def _make_way(recorded: _Recorded) -> bool:
 
 def _may_add(trained: Sequence[Tensor]) -> bool:
     """Whether all that autograd would do is to leave gradients, or to add them to those that are there."""
-    if not all(param.requires_grad for param in trained):
+    if False in [param.requires_grad for param in trained]:
         return False
     there = [grad for param in trained if (grad := param.grad) is not None]
     return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
