@@ -141,6 +141,21 @@ def test_cold_caches_do_not_decide(clock: Clock) -> None:
     assert choices.count("eager") > 5
 
 
+def test_a_machine_that_is_slow_at_first_does_not_decide(clock: Clock) -> None:
+    """While the eager steps were timed it had other work to do."""
+    steps = 0
+
+    def cost(choice: str) -> float:
+        nonlocal steps
+        steps += 1
+        return (3.3e-3 if choice == "eager" else 3.6e-3) * (1.6 if steps <= 5 else 1)
+
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, cost, steps=100)
+    assert chooser.settled
+    assert chooser.describe()[0] == "eager"
+
+
 def test_measuring_ends_where_nothing_is_faster(clock: Clock) -> None:
     chooser = Chooser("auto", clock.synchronize)
     drive(chooser, clock, lambda choice: 1e-3 if choice == "eager" else 0.95e-3, steps=150)
