@@ -18,8 +18,8 @@ _log = logging.getLogger("kitsune")
 _UNTIMED = 1
 _SAMPLES = 4
 
-# Short steps are timed again, in turns, unless the difference is clear: the first of each are slowed by cold caches, and
-# whatever else the machine does for a moment slows one of them alone.
+# Short steps are timed again, in turns, unless the difference is clear: the first of each are slowed by cold caches,
+# and whatever else the machine does for a moment slows one of them alone.
 _CLEARLY_FASTER = 0.5
 _PATIENCE_SECONDS = 0.1
 

@@ -28,6 +28,9 @@ class Follower(Protocol):
     def value(self, place: int) -> Tensor:
         """The plain tensor that a pending one stands for."""
 
+    def reveal(self) -> None:
+        """A function that torch does not tell of takes a pending tensor: backward passes may come by several ways."""
+
     def close(self) -> None:
         """Computes what is pending, and follows no further."""
 
@@ -77,6 +80,9 @@ class PendingTensor(FollowedTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        follower = _follower(args) or _follower(tuple((kwargs or {}).values()))
+        if follower is not None:
+            follower.reveal()
         with torch.no_grad():
             return function(*valued(args), **valued(kwargs or {}))
 
@@ -127,13 +133,16 @@ def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:
 
 
 class _Onward:
-    """A hook of a pending tensor: what reaches it has come by a way that was not followed."""
+    """A hook of a pending tensor: what reaches it has come by a way that was not followed.
+
+    More may come by the ways that were, or from another one: all of them go through the same nodes.
+    """
 
     def __init__(self, follower: Follower, place: int) -> None:
         self._follower, self._place = follower, place
 
     def __call__(self, gradient: Tensor) -> None:
-        torch.autograd.backward(self._follower.value(self._place), gradient)
+        torch.autograd.backward(self._follower.value(self._place), gradient, retain_graph=True)
 
 
 def _follower(arguments: tuple[Any, ...]) -> Follower | None:

@@ -275,6 +275,9 @@ class _FollowedCall:
     def outputs(self) -> Sequence[torch.Tensor]:
         return self._outputs
 
+    def keep(self) -> None:
+        self._node.kept = self._node.saved_tensors
+
     def accepts(self, tail: Tail) -> bool:
         return self._graphs.tail_step is not None and self._graphs.tail_step.accepts(tail)
 
@@ -293,6 +296,7 @@ class _Replay(torch.autograd.Function):
         if not run.outputs:  # of the nodes of a call, this is the first
             graphs.run_forward(run)
         ctx.graphs, ctx.graph = graphs, graph
+        ctx.kept = None  # all that is saved, where autograd may let go of it too early
         ctx.is_spent = False  # set when a replay has done what `backward` would
         ctx.has_gone_back = ctx.has_moved = False
         ctx.set_materialize_grads(False)
@@ -318,7 +322,7 @@ class _Replay(torch.autograd.Function):
         if ctx.is_spent:
             raise RuntimeError(SPENT)
         runs_once = ctx.graph.part.keeps or graphs.again is not None
-        saved = ctx.saved_tensors if runs_once else ()
+        saved = ctx.kept or (ctx.saved_tensors if runs_once else ())
         ctx.has_gone_back = True
         values, arguments = saved[: ctx.num_values], saved[ctx.num_saved :]
         is_again = torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in tangents)

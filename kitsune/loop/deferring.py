@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -18,8 +19,8 @@ _MOST_IN_VAIN = 3
 
 _EDITED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter or a "
-    "buffer of the model was written to between its call and backward(), and the call, with defer_loss, had not run by "
-    "then"
+    "buffer of the model was written to, or got other memory, between its call and backward() or a look at its output; "
+    "with defer_loss the call had not run by then"
 )
 
 
@@ -49,6 +50,7 @@ class Deferral:
         self._stable = stable
         self._in_vain = 0  # calls that somebody asked for before `backward()`, since one was replayed with it
         self.inputs: list[Tensor] = []
+        self.turn = 0  # how many calls have had their arguments here
 
     def may_begin(self, tails: Tails) -> bool:
         """Whether the next call may be put off: nothing but time tells when it runs, and the loop has a known tail."""
@@ -57,6 +59,7 @@ class Deferral:
 
     def take(self, flat: Sequence[Tensor]) -> None:
         """Copies the arguments of a call, which may be edited or used for something else before it runs."""
+        self.turn += 1
         if not self.inputs:
             self.inputs = [
                 tensor.detach() if place in self._stable else TensorLayout.of(tensor).empty()
@@ -71,9 +74,13 @@ class Deferral:
         """`flat` with the arguments as they were when they were taken."""
         return [one if place in self._stable else copied(self.inputs[place]) for place, one in enumerate(flat)]
 
-    def versions(self, flat: Sequence[Tensor]) -> list[int]:
-        """Of the inputs that are not copied."""
-        return [flat[place]._version for place in self._stable]
+    def stable(self, flat: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs that are not copied."""
+        return [flat[place] for place in self._stable]
+
+    def have_moved(self, flat: Sequence[Tensor]) -> bool:
+        """Whether inputs that are not copied have other memory than when the first arguments were taken."""
+        return any(flat[place].data_ptr() != self.inputs[place].data_ptr() for place in self._stable)
 
     def was_in_vain(self) -> None:
         """A call that was put off had to run before `backward()`."""
@@ -95,17 +102,27 @@ class DeferredCall:
 
     def __init__(self, graphs: Graphs, deferral: Deferral, flat: Sequence[Tensor]) -> None:
         self._graphs, self._deferral, self._flat = graphs, deferral, flat
-        self._versions = deferral.versions(flat)
+        self._stable = deferral.stable(flat)
+        self._versions = [tensor._version for tensor in self._stable]
+        self._trained = [tensor.requires_grad for tensor in self._stable]
         self._run: FollowedCall | None = None
         deferral.take(flat)
+        self._turn = deferral.turn
 
     def outputs(self) -> Sequence[Tensor]:
         if self._run is None:
             self._refuse_edits()
+            if self._deferral.have_moved(self._flat):
+                raise EditedError(_EDITED)
             self._deferral.was_in_vain()
-            with torch.enable_grad():
+            with torch.enable_grad(), self._trained_as_then():
                 self._run = self._graphs.call_now(self._deferral.arguments(self._flat))
         return self._run.outputs()
+
+    def keep(self) -> None:
+        self.outputs()
+        assert self._run is not None
+        self._run.keep()
 
     def accepts(self, tail: Tail) -> bool:
         return self._deferral.tail_step.accepts(tail)
@@ -123,5 +140,19 @@ class DeferredCall:
         return results
 
     def _refuse_edits(self) -> None:
-        if self._deferral.versions(self._flat) != self._versions:
+        if self._turn != self._deferral.turn or [tensor._version for tensor in self._stable] != self._versions:
             raise EditedError(_EDITED)
+
+    @contextmanager
+    def _trained_as_then(self) -> Iterator[None]:
+        """Within, what required a gradient at the call does so: autograd's graph was to be made then."""
+        now = [tensor.requires_grad for tensor in self._stable]
+        try:
+            for tensor, trained, then in zip(self._stable, now, self._trained, strict=True):
+                if trained != then:
+                    tensor.requires_grad_(then)
+            yield
+        finally:
+            for tensor, trained in zip(self._stable, now, strict=True):
+                if tensor.requires_grad != trained:
+                    tensor.requires_grad_(trained)

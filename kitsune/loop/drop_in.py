@@ -141,11 +141,10 @@ class DropInLoop:
 
     def step(self) -> None:
         """`optimizer.step()`, and the end of the iteration."""
+        self._settle_calls()
         if self._is_paused:
             self._optimizer.step()
             return
-        for split, _, _ in self._iteration.values():
-            split.settle()
         replays = any(step.chooser.next() == "replay" for step, _, _ in self._iteration.values())
         if replays and self._update.verified < self._config.verify and self._verified_update():
             self._latest_updated = False
@@ -169,9 +168,15 @@ class DropInLoop:
             reason = f"step(closure) runs the update eagerly: {refusal.reason}"
             self._log.add(RefusedError(Refusal(reason), passing=True))
         self._latest_updated = False
+        self._settle_calls()
         result = self._optimizer.step(closure)
         self._finish_iteration()
         return result
+
+    def _settle_calls(self) -> None:
+        """Has calls run that were put off, and whose outputs may still be asked for: an update follows."""
+        for step, _, _ in self._iteration.values():
+            step.settle()
 
     def _finish_iteration(self) -> None:
         for step, choice, count in self._iteration.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -147,6 +148,9 @@ class FollowedCall(Protocol):
             EditedError: it cannot.
         """
 
+    def keep(self) -> None:
+        """Lets several backward passes go through the call, whichever comes first. It runs now, if it was put off."""
+
     def accepts(self, tail: Tail) -> bool:
         """Whether a tail can be replayed: it does the same with whatever values."""
 
@@ -203,6 +207,8 @@ class Following:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if function is Tensor.backward:
             return self._run_backward(*args, **kwargs)
+        if not torch.is_grad_enabled():  # inside of an `autograd.Function`, perhaps
+            self.reveal()
         if not self._is_open:
             return self._run(function, args, kwargs)
         if _may_change(function, kwargs) or is_watched() or current_stream(self._device) != self._stream:
@@ -242,9 +248,14 @@ class Following:
         spent: Tensor = _Spent.apply(value, torch.empty((), requires_grad=True))  # type: ignore[no-untyped-call]
         return spent
 
+    def reveal(self) -> None:
+        if self._call is not None:
+            self._run_call()
+            self._call.keep()
+
     def close(self) -> None:
         """Computes what is pending, and follows no further. What cannot be computed any more raises when asked for."""
-        if self._is_open:
+        if self._is_open or self.is_put_off:
             with suppress(EditedError):
                 self._compute()
             self._is_open = False
@@ -276,11 +287,18 @@ class Following:
         """Has the call run, if it has not."""
         if not self.is_put_off:
             return
-        assert self._call is not None
-        with on_stream(self._stream, self._device), plainly(), torch.inference_mode(False):
-            self._outputs = self._call.outputs()
+        if is_watched() or torch._C._len_torch_function_stack() > 0:
+            with ThreadPoolExecutor(1) as other:  # no mode or hook that was entered since reaches another thread
+                self._outputs = other.submit(self._run_plainly).result()
+        else:
+            self._outputs = self._run_plainly()
         for place, output in enumerate(self._outputs):
             self._values[place], self._versions[place] = output, output._version
+
+    def _run_plainly(self) -> Sequence[Tensor]:
+        assert self._call is not None
+        with on_stream(self._stream, self._device), plainly(), torch.inference_mode(False):
+            return self._call.outputs()
 
     def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, given: list[Tensor]) -> int:
         """The place of the result."""

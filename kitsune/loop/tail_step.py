@@ -82,7 +82,7 @@ class TailStep:
         self._is_repeatable = True  # until that is found to be refused
 
     def accepts(self, tail: Tail) -> bool:
-        """See `kitsune.loop.following.Backward`."""
+        """See `kitsune.loop.following.FollowedCall`."""
         started = time.perf_counter()
         try:
             trace_tail(self._program, tail.operations, tail.root, (), tail.given)
@@ -101,7 +101,7 @@ class TailStep:
     def replay(
         self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], *, whole: bool = False
     ) -> Mapping[int, Tensor] | None:
-        """Replays `tail`; see `kitsune.loop.following.Backward`.
+        """Replays `tail`; see `kitsune.loop.following.FollowedCall`.
 
         Args:
             values: what the recorded forward pass has returned; or the flat tensors of the call, always the same ones.
