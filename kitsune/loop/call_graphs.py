@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -276,7 +277,9 @@ class _FollowedCall:
         return self._outputs
 
     def keep(self) -> None:
-        self._node.kept = self._node.saved_tensors
+        if self._node.kept is None:
+            with suppress(RuntimeError):  # they are gone: a backward pass has been here
+                self._node.kept = self._node.saved_tensors
 
     def accepts(self, tail: Tail) -> bool:
         return self._graphs.tail_step is not None and self._graphs.tail_step.accepts(tail)

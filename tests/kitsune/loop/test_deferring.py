@@ -14,6 +14,7 @@ from torch.nn import functional
 import kitsune
 from kitsune.capture.following import PendingTensor
 from kitsune.loop.call_graphs import CallGraphs
+from kitsune.loop.following import Tails
 from kitsune.loop.tail_step import TailStep
 from tests.kitsune import static_memory
 from tests.kitsune.followed_loops import STEPS, Loop, alike, plain, run, stepped
@@ -190,6 +191,78 @@ def test_a_parameter_written_to_after_the_call_is_an_error(device: torch.device)
     for param, value in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(param.detach(), value)
     plain(loop, x, y)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+def test_a_function_of_an_output_that_torch_does_not_tell_of(device: torch.device) -> None:
+    """Beside the known loss, in a loop that has begun without it: the gradients of both ways are added."""
+    model, reference = Net().to(device), Net().to(device)
+    reference.load_state_dict(model.state_dict())
+    optimizer = kitsune.KitsuneOptimizer(adam(model), mode="replay", defer_loss=True)
+    loops = [Loop(model, optimizer, device), Loop(reference, adam(reference), device)]
+    for index in range(STEPS):
+        for loop in loops:
+            loop.index = index
+            x, y = loop.batch()
+            out = loop.model(x)
+            loss = functional.cross_entropy(out, y)
+            if index > FIRST:
+                loss = loss + Doubled.apply(out).pow(2).mean()  # type: ignore[no-untyped-call]
+            stepped(loop, loss)
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param, other)
+
+
+def test_hooks_around_the_loss_do_not_see_the_call(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        if loop.index < STEPS - 1:
+            return stepped(loop, functional.cross_entropy(out, y)).item()
+        packed: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor.shape), lambda _: None):
+            functional.cross_entropy(out, y)
+        return len(packed)
+
+    alike(body, device)
+
+
+def test_all_that_was_trained_is_frozen_after_the_call(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loop.model.requires_grad_(loop.index < STEPS - 2)
+        seen = functional.cross_entropy(out, y).requires_grad
+        loop.model.requires_grad_(True)
+        return seen, plain(loop, x, y)
+
+    alike(body, device)
+
+
+def test_the_arguments_of_another_call_are_not_taken_for_its_own(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a call could not run when another one came."""
+    model = Net().to(device)
+    loop = Loop(model, kitsune.KitsuneOptimizer(adam(model), mode="replay", defer_loss=True), device)
+    for loop.index in range(STEPS):
+        plain(loop, *loop.batch())
+    x, _ = loop.batch()
+    out = model(x)
+    monkeypatch.setattr(CallGraphs, "settle", lambda _: None)
+    monkeypatch.setattr(CallGraphs, "is_pending", lambda _: False)
+    monkeypatch.setattr(Tails, "lend", lambda *_: None)
+    later = model(2 * x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().item()
+    assert later.shape == out.shape
 
 
 def test_an_output_outlives_its_optimizer(device: torch.device) -> None:
