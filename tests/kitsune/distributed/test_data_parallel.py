@@ -88,8 +88,13 @@ def test_what_is_wrapped_late_says_so(ranks: list[dict[str, Found]]) -> None:
         assert any("before a DistributedDataParallel wrapped it" in refusal for refusal in status["refusals"])
 
 
+_groups: list[object] = []
+"""Kept: one that is destroyed waits for its thread, which may be letting go of its latest work, and wait for Python."""
+
+
 def test_a_whole_step_is_left_to_pytorch(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    _groups.append(torch.distributed.group.WORLD)
     try:
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
         step = kitsune.TrainStep(model, torch.nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
