@@ -137,6 +137,7 @@ class CallGraphs:
         results = self.tail_step.replay(tail, [*outputs, *saved], wanted)
         if results is not None:
             node.is_spent = self.has_replayed_loss = True
+            node.kept = None
             self._backwards[0].drop_recording()
         return results
 
@@ -268,7 +269,10 @@ class _Run:
 
 
 class _FollowedCall:
-    """A call that has run; see there. `node` is the one of autograd's graph that goes back, if there is one alone."""
+    """A call that has run; see `kitsune.loop.following.FollowedCall`.
+
+    `node` is the one of autograd's graph that goes back, if there is one alone.
+    """
 
     def __init__(self, graphs: CallGraphs, outputs: Sequence[torch.Tensor], node: Any) -> None:
         self._graphs, self._outputs, self._node = graphs, outputs, node

@@ -287,15 +287,17 @@ class Following:
         """Has the call run, if it has not."""
         if not self.is_put_off:
             return
-        if is_watched() or torch._C._len_torch_function_stack() > 0:
-            with ThreadPoolExecutor(1) as other:  # no mode or hook that was entered since reaches another thread
-                self._outputs = other.submit(self._run_plainly).result()
-        else:
-            self._outputs = self._run_plainly()
+        with on_stream(self._stream, self._device):
+            if is_watched() or torch._C._len_torch_function_stack() > 0:
+                with ThreadPoolExecutor(1) as other:  # no mode or hook that was entered since reaches another thread
+                    self._outputs = other.submit(self._run_plainly).result()
+            else:
+                self._outputs = self._run_plainly()
         for place, output in enumerate(self._outputs):
             self._values[place], self._versions[place] = output, output._version
 
     def _run_plainly(self) -> Sequence[Tensor]:
+        """The outputs of the call, in a thread that may have streams of its own."""
         assert self._call is not None
         with on_stream(self._stream, self._device), plainly(), torch.inference_mode(False):
             return self._call.outputs()
