@@ -92,6 +92,7 @@ class UpdateStep:
         self._updates: OrderedDict[_Key, _Update] = OrderedDict()
         self._latest: _Update | None = None
         self._in_place: set[tuple[int, ...]] = set()
+        self._captured: set[_Key] = set()
 
     def replay(self) -> bool:
         """Updates the parameters that have a gradient; False, with nothing done, if that has to run eagerly."""
@@ -142,6 +143,7 @@ class UpdateStep:
         update = self._updates.get(key)
         if update is None:
             self._release_stale()
+            self._spend(key)
             update = self._capture(params, grads, slots)
             self._make_room()
             self._updates[key] = update
@@ -219,7 +221,6 @@ class UpdateStep:
         started = time.perf_counter()
         self.verified = 0
         binding = Binding(self._optimizer, params, composed=self._composed)
-        self._budget.spend(self.replays)
         count = len(params)
 
         def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -241,8 +242,15 @@ class UpdateStep:
         self.setup_seconds += time.perf_counter() - started
         return _Update(binding, recording, slots, copied)
 
+    def _spend(self, key: _Key) -> None:
+        """Counts a capture, unless it is of static gradients not met before: their backward pass has been counted."""
+        if key in self._captured or not any(key[1]):
+            self._budget.spend(self.replays)
+        self._captured.add(key)
+
     def _release_stale(self) -> None:
         """Gives up the updates of static gradients that are no more: they would keep their memory."""
+        self._captured = {key for key in self._captured if self._are_static(key[1])}
         for key in [key for key in self._updates if not self._are_static(key[1])]:
             self._updates.pop(key).recording.release()
 
