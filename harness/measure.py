@@ -100,7 +100,7 @@ class RoundResult:
     ``plans`` are those by which variants replayed at the end of the round, of the variants that tell.
     """
 
-    steps_per_block: int
+    steps_per_block: Mapping[str, int]
     blocks: Mapping[str, tuple[BlockTime, ...]]
     failures: Mapping[str, str]
     throttled: tuple[int, ...] = ()
@@ -177,16 +177,16 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
         with _excluded_if_failing(task.variant, failures, device):
             ready[task.variant] = _make_ready(job, task, device)
     if not ready:
-        return RoundResult(1, {}, failures)
+        return RoundResult({}, {}, failures)
     trainings = {name: training for name, (training, _) in ready.items()}
-    steps = steps_per_block([seconds for _, seconds in ready.values()], job.effort)
+    steps = {name: steps_per_block(seconds, job.effort) for name, (_, seconds) in ready.items()}
     gc.collect()
     gc.freeze()
 
     def block(name: str) -> BlockTime | None:
         note(name)
         with _excluded_if_failing(name, failures, device):
-            return timed_block(trainings[name].run, steps, device)
+            return timed_block(trainings[name].run, steps[name], device)
         return None
 
     gpu, host = sensors.watch(device.type), sensors.HostWatch()
@@ -199,7 +199,7 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
         rng=random.Random(f"{job.case.name} {job.round}"),
     )
     return RoundResult(
-        steps,
+        {name: steps[name] for name in taken.blocks},
         taken.blocks,
         failures,
         taken.throttled,
@@ -260,10 +260,9 @@ def _stable(times: Sequence[float]) -> bool:
     return len(last) == profiles.STABLE_BLOCKS and max(last) <= min(last) * (1 + profiles.STABLE_WITHIN)
 
 
-def steps_per_block(step_seconds: Sequence[float], effort: Effort) -> int:
-    """Steps per block for variants whose steps take so long."""
-    wanted = max(effort.block_seconds / max(step_seconds), effort.shortest_block_seconds / min(step_seconds))
-    return max(1, math.ceil(wanted))
+def steps_per_block(step_seconds: float, effort: Effort) -> int:
+    """Steps per block for a variant whose steps take so long."""
+    return max(1, math.ceil(effort.block_seconds / step_seconds))
 
 
 def timed_block(run: Callable[[int], object], steps: int, device: torch.device) -> BlockTime:

@@ -117,8 +117,8 @@ class Effort:
         rounds: fresh processes that time all variants in turns.
         turns: the fewest and the most timed blocks of a variant in a round.
         timed_seconds: about how long a round's timed blocks may take altogether; it decides between the two.
-        block_seconds: about how long a block of the slowest variant takes.
-        shortest_block_seconds: how long a block of the fastest variant takes at least, so that the timer is negligible.
+        block_seconds: how long a block of any variant takes at least: what the variant before it has left in caches
+            and clocks is small beside that.
         warm_up_seconds: the longest a variant is warmed up.
         settle_seconds: the longest a variant may take to reach its steady state.
         process_seconds: after so long a process is taken for hung.
@@ -131,7 +131,6 @@ class Effort:
     turns: tuple[int, int]
     timed_seconds: float
     block_seconds: float
-    shortest_block_seconds: float
     warm_up_seconds: float
     settle_seconds: float
     process_seconds: float
@@ -167,17 +166,17 @@ AS_THE_PROFILE_SAYS = Sampling()
 
 
 _SHORT: Mapping[DeviceType, Effort] = {
-    "cpu": Effort(3, (5, 12), 1.2, 0.08, 0.02, 0.4, 60.0, 240.0),
-    "cuda": Effort(3, (8, 15), 5.0, 0.04, 0.003, 1.0, 120.0, 420.0),
+    "cpu": Effort(3, (5, 12), 1.2, 0.05, 0.4, 60.0, 240.0),
+    "cuda": Effort(3, (8, 15), 5.0, 0.04, 1.0, 120.0, 420.0),
 }
 _LONG: Mapping[DeviceType, Effort] = {
-    "cpu": Effort(5, (10, 30), 20.0, 0.2, 0.05, 2.0, 300.0, 1200.0),
-    "cuda": Effort(7, (15, 30), 30.0, 0.08, 0.005, 2.0, 300.0, 1200.0),
+    "cpu": Effort(5, (10, 30), 20.0, 0.2, 2.0, 300.0, 1200.0),
+    "cuda": Effort(7, (15, 30), 30.0, 0.08, 2.0, 300.0, 1200.0),
 }
 
 _BRIEF: Mapping[DeviceType, Effort] = {
-    "cpu": Effort(2, (2, 3), 0.3, 0.02, 0.005, 0.1, 60.0, 240.0),
-    "cuda": Effort(2, (2, 3), 0.3, 0.01, 0.002, 0.2, 120.0, 420.0),
+    "cpu": Effort(2, (2, 3), 0.3, 0.02, 0.1, 60.0, 240.0),
+    "cuda": Effort(2, (2, 3), 0.3, 0.01, 0.2, 120.0, 420.0),
 }
 
 _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {

@@ -91,7 +91,7 @@ class Round:
     model: str
     batch: int
     device: str
-    steps_per_block: int
+    steps_per_block: Mapping[str, int]
     blocks: Mapping[str, Blocks]
     throttled: int = 0
     plans: Mapping[str, ReplayPlan] = field(default_factory=dict)
@@ -229,11 +229,22 @@ def _round(fields: Mapping[str, object]) -> Round:
         model=_text(fields, "model"),
         batch=_whole(fields, "batch", least=1),
         device=_text(fields, "device"),
-        steps_per_block=_whole(fields, "steps_per_block", least=1),
+        steps_per_block=_steps_per_block(fields, blocks),
         blocks=blocks,
         throttled=len(throttled),
         plans={} if fields.get("plans") is None else _plans(_mapping(fields, "plans"), blocks),
     )
+
+
+def _steps_per_block(fields: Mapping[str, object], timed: Collection[str]) -> dict[str, int]:
+    """The steps of each variant's blocks; in results of earlier versions all of them have the same number."""
+    if type(fields.get("steps_per_block")) is int:
+        return dict.fromkeys(timed, _whole(fields, "steps_per_block", least=1))
+    steps = _mapping(fields, "steps_per_block")
+    try:
+        return {variant: _whole(steps, variant, least=1) for variant in timed}
+    except RecordError as error:
+        raise RecordError(f"steps_per_block: {error}") from None
 
 
 def _turns(entries: object, count: int) -> frozenset[int]:

@@ -314,7 +314,7 @@ class Session:
         self._append(
             kind="round",
             round=number,
-            steps_per_block=result.steps_per_block,
+            steps_per_block=dict(result.steps_per_block),
             blocks=blocks,
             throttled=list(result.throttled),
             ended=result.ended,

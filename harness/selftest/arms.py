@@ -99,7 +99,7 @@ def measure_arms(job: ArmsJob, note: Callable[[str], None]) -> ArmsResult:
         measure.settle(training, lambda training: training.run(1), job.effort.settle_seconds)
         seconds.append(measure.warm_up(training, device, job.effort.warm_up_seconds))
         arms[name] = Delayed(training, shares[name] * seconds[-1], rate)
-    steps = measure.steps_per_block(seconds, job.effort)
+    steps = measure.steps_per_block(max(seconds), job.effort)
     gc.collect()
     gc.freeze()
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _SMALL = """
 
 CASES = (Case("mlp", 4, "cpu", 4, default=True),)
-_SHORT = dict.fromkeys(_SHORT, Effort(2, (2, 3), 0.05, 0.001, 0.001, 0.05, 60.0, 120.0))
+_SHORT = dict.fromkeys(_SHORT, Effort(2, (2, 3), 0.05, 0.001, 0.05, 60.0, 120.0))
 """
 
 KITSUNE = '''

@@ -136,7 +136,7 @@ def round_record(
     blocks: Mapping[str, Sequence[float]],
     plans: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
-    """A round; without ``plans`` like those of earlier versions, which did not record them."""
+    """A round; without ``plans`` like those of earlier versions: they had one number of steps for all variants, too."""
     on_gpu = case["device"] == "cuda"
     entries = {
         variant: {"wall_s": [1.02 * time for time in times], "device_s": list(times)}
@@ -145,7 +145,8 @@ def round_record(
         for variant, times in blocks.items()
     }
     told = {} if plans is None else {"plans": plans}
-    return {"kind": "round", "run": run, "round": index, **case, "steps_per_block": 50, "blocks": entries, **told}
+    steps: object = 50 if plans is None else dict.fromkeys(blocks, 50)
+    return {"kind": "round", "run": run, "round": index, **case, "steps_per_block": steps, "blocks": entries, **told}
 
 
 def profile_record(

@@ -20,7 +20,7 @@ from tests.harness.checkout import KITSUNE, ROOT
 from tests.harness.repository import git
 
 WORKFLOW = ROOT / "docs" / "ci" / "training-step.yml"
-BRIEF = "\n_SHORT = dict.fromkeys(_SHORT, Effort(2, (2, 3), 0.05, 0.001, 0.001, 0.05, 60.0, 120.0))\n"
+BRIEF = "\n_SHORT = dict.fromkeys(_SHORT, Effort(2, (2, 3), 0.05, 0.001, 0.05, 60.0, 120.0))\n"
 WORKLOAD = """
 import torch
 from torch import nn

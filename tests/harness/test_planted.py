@@ -8,7 +8,7 @@ from tests.harness.checkout import KITSUNE, Checkout
 
 UNCOMPILED = {"CXX": "no-such-compiler"}
 EFFORT = """
-_SHORT = dict.fromkeys(_SHORT, Effort(3, (8, 15), 1.0, 0.04, 0.003, 0.5, 60.0, 120.0))
+_SHORT = dict.fromkeys(_SHORT, Effort(3, (8, 15), 1.0, 0.04, 0.5, 60.0, 120.0))
 """
 SLEEPING = KITSUNE.replace(
     "        self.optimizer.zero_grad()\n        loss = self.loss_fn",

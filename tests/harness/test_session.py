@@ -68,7 +68,7 @@ DIVIDED = PhasesResult(
 
 def timed(names: list[str], failures: Mapping[str, str] | None = None) -> RoundResult:
     blocks = (BlockTime(0.2, None), BlockTime(0.1, None), BlockTime(0.3, None))
-    return RoundResult(7, dict.fromkeys(names, blocks), failures or {})
+    return RoundResult(dict.fromkeys(names, 7), dict.fromkeys(names, blocks), failures or {})
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_everything_measured_is_stored_and_returned(context: Context) -> None:
     assert [(entry.case, entry.round) for entry in history.rounds(COMMIT)] == [
         (case.name, number) for case in CASES for number in range(rounds)
     ]
-    assert history.rounds(COMMIT)[0].steps_per_block == 7
+    assert history.rounds(COMMIT)[0].steps_per_block[DROPIN] == 7
     assert history.rounds(COMMIT)[0].blocks[DROPIN].wall_s == (0.2, 0.1, 0.3)
     profile = history.profiles(COMMIT)[0]
     assert (profile.variant, profile.peak_rss_bytes, profile.losses) == (EAGER, 1000, ((0, 2.0), (2, 1.0)))
@@ -364,7 +364,7 @@ def alternating(job: RoundJob) -> RoundResult:
     """Ratios to eager that are far apart from round to round."""
     seconds = {EAGER: 1.0, DROPIN: 1.0 if job.round % 2 else 0.8, TRAINSTEP: 0.5}
     blocks = {task.variant: (BlockTime(seconds[task.variant], None),) * 3 for task in job.tasks}
-    return RoundResult(7, blocks, {})
+    return RoundResult(dict.fromkeys(blocks, 7), blocks, {})
 
 
 def test_until_conclusive_there_are_more_rounds_where_a_verdict_is_not(context: Context) -> None:

@@ -69,6 +69,8 @@ def test_appending_keeps_earlier_lines_byte_for_byte(tmp_path: Path) -> None:
         ({"blocks": {"a": {"wall_s": [float("nan")], "device_s": None}}}, "JSON compliant"),
         ({"blocks": {"a": {"wall_s": [0.0], "device_s": None}}}, "cannot be the seconds"),
         ({"round": "first"}, "round: expected a whole number"),
+        ({"steps_per_block": 0}, "steps_per_block: expected a whole number"),
+        ({"steps_per_block": {"eager_fp32": 3}}, "steps_per_block: kitsune_trainstep_fp32: expected a whole number"),
         ({"schema": 2}, "reads schema 1"),
         ({"kind": "rond"}, "kind is 'rond'"),
     ],

@@ -225,7 +225,7 @@ def test_a_delay_is_added_to_every_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_arms_are_measured_in_a_process() -> None:
-    effort = Effort(1, (2, 3), 0.05, 0.002, 0.001, 0.02, 30.0, 120.0)
+    effort = Effort(1, (2, 3), 0.05, 0.002, 0.02, 30.0, 120.0)
     job = ArmsJob(CASE, "eager_fp32", (0.0, 1.0), effort, "seed")
     result = Launcher().run(measure_arms, job, timeout_s=120)
     assert len(result.arms) == 2
