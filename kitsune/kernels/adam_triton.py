@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.launch_triton import await_previous, launched
+
 Tensors = Sequence[torch.Tensor]
 
 # Measured on an H200. With 64 tensors a launch, choosing among them takes longer than the update.
@@ -177,7 +179,7 @@ def _update_block(
 # Triton compiles anew for numbers in tuples that are 1 or multiples of 16. Sizes and first blocks hence come as
 # odd numbers, 2 n + 1, so that one compilation serves all models. No argument may be called `params`: Triton 3.6
 # uses that name itself.
-@triton.jit(do_not_specialize=["lr", "found_inf"])
+@launched(do_not_specialize=["lr", "found_inf"])
 def _adam(
     parameters: tl.tuple,
     grads: tl.tuple,
@@ -203,6 +205,7 @@ def _adam(
     aligned: tl.constexpr,
     block_size: tl.constexpr,
 ) -> None:
+    await_previous()
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
             return

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kitsune.kernels.batch_norm_forward_triton import addresses, is_last, known_values, normalized, valid_in
+from kitsune.kernels.launch_triton import await_previous, launched
 
 
 @triton.jit
@@ -185,7 +186,7 @@ def _all_sums(
     return tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0)
 
 
-@triton.jit
+@launched()
 def partial_sums(
     partials: tl.tensor,
     counters: tl.tensor,
@@ -209,6 +210,7 @@ def partial_sums(
     loads_ahead: tl.constexpr,
 ) -> None:
     """There is a counter for each block of channels."""
+    await_previous()
     part, num_partials = tl.program_id(0), tl.num_programs(0)
     begin = part * rows_a_partial
     end = tl.minimum(begin + rows_a_partial, rows)
@@ -237,7 +239,7 @@ def partial_sums(
             _store_of_channels(grads_b, of_b * values_b[1], grad_bias, channels, num_channels)
 
 
-@triton.jit
+@launched()
 def apply_gradients(
     grad_y: tl.tensor,
     y: tl.tensor,
@@ -255,6 +257,7 @@ def apply_gradients(
     block_channels: tl.constexpr,
     loads_ahead: tl.constexpr,
 ) -> None:
+    await_previous()
     begin = tl.program_id(0) * rows_a_program
     end = tl.minimum(begin + rows_a_program, rows)
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
@@ -273,7 +276,7 @@ def apply_gradients(
     )  # fmt: skip
 
 
-@triton.jit
+@launched()
 def backward_in_one(
     grad_y: tl.tensor,
     added: tl.tensor,
@@ -292,6 +295,7 @@ def backward_in_one(
     block_channels: tl.constexpr,
     loads_ahead: tl.constexpr,
 ) -> None:
+    await_previous()
     begin = tl.program_id(0) * block_rows  # 0, and to the compiler a multiple: else it would not read vectors
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     values_a = known_values(a, channels, num_channels, block_channels)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kitsune.kernels.launch_triton import await_previous, launched
+
 # Tiles
 
 
@@ -211,7 +213,7 @@ def _rows_of(parts: tl.tensor, num_partials: tl.tensor, rows: tl.tensor, rows_a_
     return tl.where(parts < num_partials, counts, 0).to(tl.float32)
 
 
-@triton.jit
+@launched()
 def partial_statistics(
     partials: tl.tensor,
     counters: tl.tensor,
@@ -230,6 +232,7 @@ def partial_statistics(
     loads_ahead: tl.constexpr,
 ) -> None:
     """The third axis of the grid is that of the normalizations; each has a counter for each block of channels."""
+    await_previous()
     part, num_partials = tl.program_id(0), tl.num_programs(0)
     begin = part * rows_a_partial
     end = tl.minimum(begin + rows_a_partial, rows)
@@ -305,7 +308,7 @@ def _store_results(
         tl.store(at, result.to(y.dtype.element_ty), valid)
 
 
-@triton.jit
+@launched()
 def apply(
     y: tl.tensor,
     residual: tl.tensor,
@@ -321,6 +324,7 @@ def apply(
     block_channels: tl.constexpr,
     loads_ahead: tl.constexpr,
 ) -> None:
+    await_previous()
     begin = tl.program_id(0) * rows_a_program
     end = tl.minimum(begin + rows_a_program, rows)
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
@@ -334,7 +338,7 @@ def apply(
     )  # fmt: skip
 
 
-@triton.jit
+@launched()
 def forward_in_one(
     y: tl.tensor,
     residual: tl.tensor,
@@ -351,6 +355,7 @@ def forward_in_one(
     block_channels: tl.constexpr,
     loads_ahead: tl.constexpr,
 ) -> None:
+    await_previous()
     begin = tl.program_id(0) * block_rows  # 0, and to the compiler a multiple: else it would not read vectors
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     mean, m2 = _statistics(

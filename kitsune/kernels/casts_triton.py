@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kitsune.kernels.adam_triton import _ALIGNMENT_BYTES, _NO_BLOCK, _at, _odd, _pick
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.tuning import choose
 
 
@@ -40,7 +41,7 @@ _WIDTHS = (16, 64, 128)  # numbers of tensors a launch; the arguments of the wid
 
 # Sizes and first blocks come as odd numbers, 2 n + 1, so that one compilation serves all models: Triton compiles anew
 # for numbers in tuples that are 1 or multiples of 16.
-@triton.jit
+@launched()
 def _cast(
     inputs: tl.tuple,
     outputs: tl.tuple,
@@ -50,6 +51,7 @@ def _cast(
     chunks: tl.constexpr,
     block_size: tl.constexpr,
 ) -> None:
+    await_previous()
     block = tl.program_id(0)
     first_block = _pick(block, odd_first_blocks, odd_first_blocks) >> 1
     size = (_pick(block, odd_first_blocks, odd_sizes) >> 1).to(tl.int64)

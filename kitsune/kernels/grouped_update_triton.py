@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kitsune.kernels.adam_triton import _log, corrections, update
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.linear_triton import (
     SMALLEST_BLOCK,
     Form,
@@ -156,7 +157,7 @@ def _gradient(
 
 
 # No argument may be called `params`: Triton 3.6 uses that name itself.
-@triton.jit(do_not_specialize=["lr", "found_inf"])
+@launched(do_not_specialize=["lr", "found_inf"])
 def _linear_adam(
     grad_outputs: tl.tuple,
     inputs: tl.tuple,
@@ -193,6 +194,7 @@ def _linear_adam(
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
+    await_previous()
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
             return
@@ -229,7 +231,7 @@ def _linear_adam(
                 tl.store(shadow + offsets, param.to(shadow.dtype.element_ty), mask)
 
 
-@triton.jit(do_not_specialize=["lr", "found_inf"])
+@launched(do_not_specialize=["lr", "found_inf"])
 def _linear_sgd(
     grad_outputs: tl.tuple,
     inputs: tl.tuple,
@@ -259,6 +261,7 @@ def _linear_sgd(
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
+    await_previous()
     if found_inf is not None:  # noqa: SIM102 - the address must not be read where there is none
         if tl.load(found_inf) == 1:
             return

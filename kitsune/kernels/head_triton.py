@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.linear_triton import backpropagate, describe, multiply
 from kitsune.kernels.tuning import choose
 
@@ -70,7 +71,7 @@ def _block(
 
 
 # Debugging is on for the assertion alone, as in PyTorch; overflows of integers need no check.
-@triton.jit(do_not_specialize=["scale", "ignore_index"], debug=True)
+@launched(do_not_specialize=["scale", "ignore_index"], debug=True)
 def _head(
     x: tl.tensor,
     weight: tl.tensor,
@@ -101,6 +102,7 @@ def _head(
     depth: tl.constexpr,
     splits: tl.constexpr,
 ) -> None:
+    await_previous()
     dtype: tl.constexpr = grad_logits.dtype.element_ty
     block = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -153,8 +155,9 @@ def _head(
         tl.store(grad_logits + rows[:, None] * num_classes + classes[None, :], grad, mask)
 
 
-@triton.jit
+@launched()
 def _sum(parts: tl.tensor, result: tl.tensor, num_parts: tl.tensor, block_size: tl.constexpr) -> None:
+    await_previous()
     totals = tl.zeros((block_size,), dtype=tl.float32)
     for start in range(0, num_parts, block_size):
         indices = start + tl.arange(0, block_size)

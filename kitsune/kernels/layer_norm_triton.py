@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.linear_triton import describe
 from kitsune.kernels.rows import num_rows, row_stride
 from kitsune.kernels.tuning import choose
@@ -121,7 +122,7 @@ def _store_normalized(
     _store(y, result, rows, cols, end, num_cols)
 
 
-@triton.jit
+@launched()
 def _norm(
     x: tl.tensor,
     residual: tl.tensor,
@@ -139,6 +140,7 @@ def _norm(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ) -> None:
+    await_previous()
     rows = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     average = tl.zeros((block_rows,), dtype=tl.float32)
     if block_cols >= num_cols:
@@ -236,7 +238,7 @@ def _store_partial(
     tl.store(partial + program.to(tl.int64) * num_cols + cols, tl.sum(sums, 0), cols < num_cols)
 
 
-@triton.jit
+@launched()
 def _norm_backward(
     grad_y: tl.tensor,
     grad_total: tl.tensor,
@@ -257,6 +259,7 @@ def _norm_backward(
     block_cols: tl.constexpr,
 ) -> None:
     """Of whole rows: `grad_x`, and where they are wanted the sums over a program's rows."""
+    await_previous()
     begin = tl.program_id(0) * rows_a_program
     end = tl.minimum(begin + rows_a_program, num_rows)
     cols = tl.arange(0, block_cols)
@@ -284,7 +287,7 @@ def _norm_backward(
         _store_partial(partial_bias, tl.program_id(0), sums_bias, cols, num_cols)
 
 
-@triton.jit
+@launched()
 def _long_norm_backward(
     grad_y: tl.tensor,
     grad_total: tl.tensor,
@@ -300,6 +303,7 @@ def _long_norm_backward(
     block_cols: tl.constexpr,
 ) -> None:
     """`grad_x` of one row that is too long for a tile."""
+    await_previous()
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     end = tl.num_programs(0)
     shift = tl.zeros((1,), dtype=tl.float32)
@@ -322,7 +326,7 @@ def _long_norm_backward(
         )
 
 
-@triton.jit
+@launched()
 def _long_partial_sums(
     grad_y: tl.tensor,
     total: tl.tensor,
@@ -338,6 +342,7 @@ def _long_partial_sums(
     block_cols: tl.constexpr,
 ) -> None:
     """The sums over a program's rows, for a block of the columns."""
+    await_previous()
     begin = tl.program_id(0) * rows_a_program
     end = tl.minimum(begin + rows_a_program, num_rows)
     cols = tl.program_id(1) * block_cols + tl.arange(0, block_cols)
@@ -373,7 +378,7 @@ def _finish(
     tl.store(result + cols, tl.sum(sums, 0).to(result.dtype.element_ty), cols < num_cols)
 
 
-@triton.jit
+@launched()
 def _finish_sums(
     partial_weight: tl.tensor,
     grad_weight: tl.tensor,
@@ -384,6 +389,7 @@ def _finish_sums(
     block_partials: tl.constexpr,
     block_cols: tl.constexpr,
 ) -> None:
+    await_previous()
     if grad_weight is not None:
         _finish(partial_weight, grad_weight, num_partials, num_cols, block_partials, block_cols)
     if grad_bias is not None:

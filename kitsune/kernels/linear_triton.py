@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.tuning import choose
 
 ALIGNMENT_BYTES = 16
@@ -182,7 +183,7 @@ def tile_of(
     return rows, cols
 
 
-@triton.jit
+@launched()
 def _linear(
     x: tl.tensor,
     weight: tl.tensor,
@@ -204,6 +205,7 @@ def _linear(
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
+    await_previous()
     dtype: tl.constexpr = y.dtype.element_ty
     rows, cols = tile_of(tl.program_id(0), num_cols, block_rows, block_cols)
     if bias is not None:  # read first: it does not wait for the product
@@ -221,7 +223,7 @@ def _linear(
     tl.store(y + offsets, activate(value, activation).to(dtype), mask)
 
 
-@triton.jit
+@launched()
 def _input_gradient(
     grad_output: tl.tensor,
     weight: tl.tensor,
@@ -243,6 +245,7 @@ def _input_gradient(
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
+    await_previous()
     dtype: tl.constexpr = grad_x.dtype.element_ty
     rows, cols = tile_of(tl.program_id(0), num_cols, block_rows, block_cols)
     mask = (rows[:, None] < num_rows) & (cols[None, :] < num_cols)

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.pool import NO_GRADIENT
 from kitsune.kernels.tuning import choose
 
@@ -53,7 +54,7 @@ def _place(
     return channel, pixel // width + zero, pixel % width + zero
 
 
-@triton.jit
+@launched()
 def _max_pool(
     x: tl.tensor,
     y: tl.tensor,
@@ -79,6 +80,7 @@ def _max_pool(
     channels_last: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    await_previous()
     size: tl.constexpr = channels * pooled_height * pooled_width
     num_blocks: tl.constexpr = (size + block - 1) // block
     image = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -105,7 +107,7 @@ def _max_pool(
     tl.store(position + image * size + index, chosen.to(tl.uint8), inside)
 
 
-@triton.jit
+@launched()
 def _max_pool_backward(
     grad: tl.tensor,
     position: tl.tensor,
@@ -133,6 +135,7 @@ def _max_pool_backward(
     channels_last: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    await_previous()
     size: tl.constexpr = channels * height * width
     num_blocks: tl.constexpr = (size + block - 1) // block
     rows: tl.constexpr = (kernel_h + stride_h - 1) // stride_h  # of windows over one element

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.tuning import choose
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -114,7 +115,7 @@ def _patches(
     return tl.load(image[:, None] + at, valid & (y < height) & (x < width), other=0.0)
 
 
-@triton.jit
+@launched()
 def _convolve(
     source: tl.tensor,
     weight: tl.tensor,
@@ -155,6 +156,7 @@ def _convolve(
     block_taps: tl.constexpr,
     block_channels: tl.constexpr,
 ) -> None:
+    await_previous()
     dtype: tl.constexpr = result.dtype.element_ty
     num_taps: tl.constexpr = source_channels * kernel_h * kernel_w
     row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)
@@ -195,7 +197,7 @@ def _convolve(
     tl.store(corner[:, None] + at, total.to(dtype), valid)
 
 
-@triton.jit
+@launched()
 def _sum_products(
     grad: tl.tensor,
     x: tl.tensor,
@@ -230,6 +232,7 @@ def _sum_products(
     block_channels: tl.constexpr,
 ) -> None:
     """The sums over one part of the windows: `sums` is (parts, channels, taps + 1), the last for the bias."""
+    await_previous()
     num_taps: tl.constexpr = x_channels * kernel_h * kernel_w
     tap, channel, i, j = _taps(
         tl.program_id(1) * block_taps, x_channels, kernel_h, kernel_w, channels_first, block_taps
@@ -264,7 +267,7 @@ def _sum_products(
         tl.store(sums + out * (num_taps + 1) + num_taps, tl.sum(bias_total, 1), out < channels)
 
 
-@triton.jit
+@launched()
 def _add_parts(
     sums: tl.tensor,
     weight_grad: tl.tensor,
@@ -275,6 +278,7 @@ def _add_parts(
     block_parts: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
+    await_previous()
     num_sums: tl.constexpr = channels * (num_taps + 1)
     index = tl.program_id(0) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)

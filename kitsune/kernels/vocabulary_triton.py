@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.linear_triton import describe
 from kitsune.kernels.rows import row_stride
 from kitsune.kernels.tuning import choose
@@ -35,7 +36,7 @@ class Form(NamedTuple):
 
 
 # Debugging is on for the assertion alone, as in PyTorch; overflows of integers need no check.
-@triton.jit(do_not_specialize=["ignore_index"], debug=True)
+@launched(do_not_specialize=["ignore_index"], debug=True)
 def _row_losses(
     logits: tl.tensor,
     targets: tl.tensor,
@@ -50,6 +51,7 @@ def _row_losses(
     num_cols: tl.constexpr,
     block_cols: tl.constexpr,
 ) -> None:
+    await_previous()
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     greatest = tl.full((1,), -float("inf"), dtype=tl.float32)
@@ -78,7 +80,7 @@ def _row_losses(
     tl.store(log_sum + places, logarithm)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@launched(do_not_specialize=["ignore_index"])
 def _reduce_losses(
     losses: tl.tensor,
     targets: tl.tensor,
@@ -90,6 +92,7 @@ def _reduce_losses(
     mean: tl.constexpr,
     block_rows: tl.constexpr,
 ) -> None:
+    await_previous()
     sums = tl.zeros((block_rows,), dtype=tl.float32)
     counts = tl.zeros((block_rows,), dtype=tl.int32)
     for start in range(0, num_rows, block_rows):
@@ -105,7 +108,7 @@ def _reduce_losses(
     tl.store(num_counted, count)
 
 
-@triton.jit(do_not_specialize=["ignore_index", "num_blocks"])
+@launched(do_not_specialize=["ignore_index", "num_blocks"])
 def _grad_logits(
     grad_loss: tl.tensor,
     logits: tl.tensor,
@@ -125,6 +128,7 @@ def _grad_logits(
     num_cols: tl.constexpr,
     block_cols: tl.constexpr,
 ) -> None:
+    await_previous()
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     cols = tl.program_id(0) % num_blocks * block_cols + tl.arange(0, block_cols)
     factor = tl.load(grad_loss)
@@ -160,7 +164,7 @@ def _gather(
     return tl.load(weight + index[:, None] * stride + cols[None, :], mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_blocks"], debug=True)
+@launched(do_not_specialize=["num_blocks"], debug=True)
 def _embed(
     weight: tl.tensor,
     indices: tl.tensor,
@@ -178,6 +182,7 @@ def _embed(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ) -> None:
+    await_previous()
     places = (tl.program_id(0) // num_blocks).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     cols = tl.program_id(0) % num_blocks * block_cols + tl.arange(0, block_cols)
     is_place = places < num_indices
@@ -212,7 +217,7 @@ def _sum_rows(
     return sums
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@launched(do_not_specialize=["num_blocks"])
 def _sum_runs(
     grad: tl.tensor,
     order: tl.tensor,
@@ -226,6 +231,7 @@ def _sum_runs(
     block_cols: tl.constexpr,
 ) -> None:
     """The sum of each `run_length` places in order, from a multiple of that on, that are all of one index."""
+    await_previous()
     run = tl.program_id(0) // num_blocks
     cols = tl.program_id(0) % num_blocks * block_cols + tl.arange(0, block_cols)
     begin = run * run_length
@@ -235,7 +241,7 @@ def _sum_runs(
         tl.store(runs + run.to(tl.int64) * num_cols + cols, tl.sum(sums, 0), cols < num_cols)
 
 
-@triton.jit(do_not_specialize=["padding_idx", "num_blocks"])
+@launched(do_not_specialize=["padding_idx", "num_blocks"])
 def _sum_indices(
     grad: tl.tensor,
     order: tl.tensor,
@@ -251,6 +257,7 @@ def _sum_indices(
     block_cols: tl.constexpr,
 ) -> None:
     """One row of the result: the places of an index before, in, and after its runs."""
+    await_previous()
     index = tl.program_id(0) // num_blocks
     cols = tl.program_id(0) % num_blocks * block_cols + tl.arange(0, block_cols)
     begin = tl.load(starts + index)

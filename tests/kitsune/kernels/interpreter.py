@@ -25,7 +25,7 @@ def interpreted(*names: str) -> ModuleType:
     modules, before = [], set(sys.modules)
     with pytest.MonkeyPatch.context() as scope:
         scope.setenv("TRITON_INTERPRET", "1")
-        for name in names:
+        for name in ("launch_triton", *names):
             modules.append(_execute(f"kitsune.kernels.{name}"))
             scope.setitem(sys.modules, f"kitsune.kernels.{name}", modules[-1])
     others = sorted(name for name in set(sys.modules) - before if re.match(r"kitsune\.kernels\..*_triton", name))

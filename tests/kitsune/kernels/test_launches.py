@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import pkgutil
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -167,20 +171,41 @@ def launch_all() -> None:
         launch()
 
 
-def names_of_kernels() -> set[str]:
-    """Triton's functions that no other one calls."""
-    from triton import JITFunction
-
+def members_of_modules() -> dict[str, Any]:
     names = [one.name for one in pkgutil.iter_modules(kernels.__path__, "kitsune.kernels.")]
     modules = [importlib.import_module(name) for name in names if name.endswith("_triton")]
-    members = {name: one for module in modules for name, one in vars(module).items()}
-    functions = {name: one for name, one in members.items() if isinstance(one, JITFunction)}
-    return functions.keys() - {name for one in functions.values() for name in one.fn.__code__.co_names}
+    return {name: one for module in modules for name, one in vars(module).items()}
+
+
+def all_kernels() -> dict[str, Any]:
+    from kitsune.kernels.launch_triton import Kernel
+
+    return {name: one for name, one in members_of_modules().items() if isinstance(one, Kernel)}
+
+
+def test_kernels_wait_for_those_before_them() -> None:
+    """They come before those have ended. Whatever else they do first may read or overwrite what is not done yet."""
+    found = all_kernels()
+    assert found
+    for name, kernel in found.items():
+        (function,) = ast.parse(inspect.getsource(kernel._compiled.fn)).body
+        assert isinstance(function, ast.FunctionDef)
+        first = function.body[ast.get_docstring(function) is not None]
+        assert ast.unparse(first) == "await_previous()", name
+
+
+def test_all_other_functions_are_called_by_kernels() -> None:
+    """Were one launched, it would not wait."""
+    from triton import JITFunction
+
+    others = {name: one for name, one in members_of_modules().items() if isinstance(one, JITFunction)}
+    functions = [*(kernel._compiled for kernel in all_kernels().values()), *others.values()]
+    assert others.keys() <= {name for one in functions for name in one.fn.__code__.co_names}
 
 
 def test_arguments_fit_all_kernels() -> None:
     """Nothing is compiled. The interpreter knows neither Triton's options nor which types it takes."""
-    assert set(bind(launch_all)) == names_of_kernels()
+    assert set(bind(launch_all)) == set(all_kernels())
 
 
 @pytest.mark.slow
@@ -189,3 +214,6 @@ def test_all_forms_compile_and_fit_a_processor(launch: Callable[[], None]) -> No
     found = compiled(launch)
     assert found
     assert max(one.shared_bytes for one in found) <= MOST_SHARED_BYTES
+    for one in found:
+        before = one.ptx.partition("griddepcontrol.wait")[0]
+        assert not re.search(r"\b(ld|st|red|atom|cp\.async\S*)\.\S*global", before), one.name

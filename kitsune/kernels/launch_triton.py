@@ -1,0 +1,58 @@
+"""How Triton kernels are launched: on GPUs that can, before the kernel ahead of them has ended.
+
+That is programmatic dependent launch, of NVIDIA's compute capability 9.0 on ("CUDA C++ Programming Guide", section
+"Programmatic Dependent Launch and Synchronization"): a kernel's programs are brought onto the device while the last
+ones of the kernel before it run, and wait there. To be imported where Triton is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+
+def _is_dependent() -> bool:
+    if triton.knobs.runtime.interpret:
+        return False
+    try:
+        target = driver.active.get_current_target()
+    except RuntimeError:  # there is no GPU
+        return False
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
+_IS_DEPENDENT = tl.constexpr(_is_dependent())
+_OPTIONS = {"launch_pdl": True} if _IS_DEPENDENT.value else {}
+
+
+class Kernel:
+    """A kernel of Triton. Indexed with a grid it is what launches it, as with `triton.jit`."""
+
+    def __init__(self, function: Callable[..., None], options: Mapping[str, Any]) -> None:
+        self.__name__ = function.__name__
+        self._compiled = triton.jit(function, **options)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self._compiled[grid], **_OPTIONS)
+
+
+def launched(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
+    """`triton.jit` for kernels, with its options. Their first statement is `await_previous()`."""
+    return lambda function: Kernel(function, options)
+
+
+@triton.jit
+def await_previous() -> None:
+    """Waits for the kernels that were launched before, of which this one may read or overwrite anything.
+
+    Each program of each kernel calls it before it touches memory, whatever it does then: what is launched after a
+    kernel waits for that one only, and takes it that all before it have ended, too. Then the next kernel may come.
+    """
+    if _IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
