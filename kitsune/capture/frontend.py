@@ -91,7 +91,9 @@ class GuardedFunction:
         self._graph: fx.GraphModule | None = None
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
-        self._compiled = torch.compile(own, backend=_backend(self), fullgraph=True, dynamic=False)
+        self._compiled = torch.compile(
+            own, backend=_backend(self), fullgraph=True, dynamic=False, options={"guard_filter_fn": _are_needed}
+        )
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function.
@@ -213,6 +215,11 @@ def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[A
         return call
 
     return backend
+
+
+def _are_needed(guards: Sequence[Any]) -> list[bool]:
+    """Without the one that asks Python for hooks of saved tensors, as `refuse_surroundings` does at every call."""
+    return [guard.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS" for guard in guards]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
