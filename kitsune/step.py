@@ -113,6 +113,9 @@ class TrainStep:
         Raises:
             KitsuneError: another call of this step runs, in another thread or around this one.
         """
+        loss = self._loop.repeat(args, kwargs)
+        if loss is not None:
+            return loss
         device = self._device_now()
         if device != self._device:
             self._loop.release()

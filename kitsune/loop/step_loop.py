@@ -48,6 +48,7 @@ class StepLoop:
         self._latest: WholeStep | None = None
         self._is_idle = threading.Lock()
         self._fallbacks = 0
+        self._verify = config.verify
         refusal = refuse_streams(device)
         self._uses_streams = refusal is None
         if refusal is not None and config.num_streams is not None and config.max_streams() > 1:
@@ -60,8 +61,8 @@ class StepLoop:
         if self._refusal is not None:
             log.add(self._refusal)
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """One step; returns its detached loss.
+    def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """One step, replayed as the latest one was, on the same device; None, with nothing done, if it has to be run.
 
         Raises:
             KitsuneError: another thread is in the midst of one; replays of both would write the same memory.
@@ -70,12 +71,20 @@ class StepLoop:
             raise KitsuneError(_OVERLAP)
         try:
             latest = self._latest
-            if latest is None or (self._config.verify and latest.is_unverified(self._config.verify)):
-                return self._run(args, kwargs)
-            loss = latest.repeat(args, kwargs)
-            return self._run(args, kwargs) if loss is None else loss
+            if latest is None or (self._verify and latest.is_unverified(self._verify)):
+                return None
+            return latest.repeat(args, kwargs)
         finally:
             self._is_idle.release()
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """One step; returns its detached loss.
+
+        Raises:
+            KitsuneError: as `repeat`.
+        """
+        with self._alone():
+            return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         phase = self._accumulators.phase()
@@ -83,7 +92,7 @@ class StepLoop:
         self._latest = step
         choice = step.chooser.next()
         step.chooser.start()
-        if choice == "replay" and self._config.verify and step.is_unverified(self._config.verify):
+        if choice == "replay" and self._verify and step.is_unverified(self._verify):
             verified = self._verified(step, args, kwargs, phase)
             if verified is not None:
                 return verified
