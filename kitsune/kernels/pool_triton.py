@@ -30,7 +30,7 @@ class Form(NamedTuple):
     num_warps: int
 
 
-_ZERO = 0  # as an argument, a multiple of 16 to the compiler: addresses stay aligned
+ZERO = 0  # as an argument, a multiple of 16 to the compiler: addresses stay aligned
 
 _FORMS = (Form(256, 4), Form(128, 1), Form(128, 4), Form(256, 2), Form(512, 4), Form(1024, 4), Form(1024, 8))
 
@@ -189,7 +189,7 @@ def launch(
 
     def run(form: Form) -> None:
         _max_pool[(_num_programs(y, form),)](
-            x, y, position, *x.stride(), _ZERO, *x.shape[1:], *y.shape[2:], *kernel, *stride, *padding,
+            x, y, position, *x.stride(), ZERO, *x.shape[1:], *y.shape[2:], *kernel, *stride, *padding,
             relu=relu, no_gradient=NO_GRADIENT, channels_last=channels_last, block=form.block, num_warps=form.num_warps,
         )  # fmt: skip
 
@@ -216,7 +216,7 @@ def launch_backward(
 
     def run(form: Form) -> None:
         _max_pool_backward[(_num_programs(result, form),)](
-            grad, position, result, *grad.stride(), *position.stride(), _ZERO, *result.shape[1:], *grad.shape[2:],
+            grad, position, result, *grad.stride(), *position.stride(), ZERO, *result.shape[1:], *grad.shape[2:],
             *kernel, *stride, *padding, channels_last=channels_last, block=form.block, num_warps=form.num_warps,
         )  # fmt: skip
 

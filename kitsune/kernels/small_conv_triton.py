@@ -4,6 +4,8 @@ Shapes but the batch's are known to the compiler: the divisions that find image,
 multiplications, and it sees which addresses are adjacent. Pixels of the whole batch are numbered through, so that
 small images share a program. Taps are numbered with the channel as the fastest index where channels are adjacent in
 memory, else as the slowest.
+
+`zero` is 0, unknown to the compiler, for the reason given in `kitsune.kernels.pool_triton`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import triton
 import triton.language as tl
 
 from kitsune.kernels.launch_triton import await_previous, launched
+from kitsune.kernels.pool_triton import ZERO
 from kitsune.kernels.tuning import choose
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -54,6 +57,7 @@ _GRAD_PARTS = (128, 512, 32)
 @triton.jit
 def _taps(
     start: tl.tensor,
+    zero: tl.tensor,
     channels: tl.constexpr,
     kernel_h: tl.constexpr,
     kernel_w: tl.constexpr,
@@ -61,14 +65,14 @@ def _taps(
     block: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The numbers, channels, and rows and columns in the kernel of a block of taps."""
-    tap = start + tl.arange(0, block)
+    tap = start + tl.arange(0, block) + zero
     if channels_first:
-        channel = tap // (kernel_h * kernel_w)
-        offset = tap % (kernel_h * kernel_w)
+        channel = tap // (kernel_h * kernel_w) + zero
+        offset = tap % (kernel_h * kernel_w) + zero
     else:
-        channel = tap % channels
-        offset = tap // channels
-    return tap, channel, offset // kernel_w, offset % kernel_w
+        channel = tap % channels + zero
+        offset = tap // channels + zero
+    return tap, channel, offset // kernel_w + zero, offset % kernel_w + zero
 
 
 @triton.jit
@@ -84,6 +88,7 @@ def _patches(
     i: tl.tensor,
     j: tl.tensor,
     inside: tl.tensor,
+    zero: tl.tensor,
     height: tl.constexpr,
     width: tl.constexpr,
     num_rows_h: tl.constexpr,
@@ -98,18 +103,20 @@ def _patches(
 
     Rows are the windows of a convolution, or, `transposed`, the pixels of its input, met by the windows over them.
     """
-    pixel = row % (num_rows_h * num_rows_w)
+    pixel = row % (num_rows_h * num_rows_w) + zero
+    window_y = pixel // num_rows_w + zero
+    window_x = pixel % num_rows_w + zero
     image = images + (row // (num_rows_h * num_rows_w)).to(tl.int64) * stride_n
     valid = (row < num_rows)[:, None] & inside[None, :]
     if transposed:
-        y = (pixel // num_rows_w + padding_h)[:, None] - i[None, :]
-        x = (pixel % num_rows_w + padding_w)[:, None] - j[None, :]
+        y = (window_y + padding_h)[:, None] - i[None, :]
+        x = (window_x + padding_w)[:, None] - j[None, :]
         valid &= (y >= 0) & (x >= 0) & (y % step_h == 0) & (x % step_w == 0)
-        y = y // step_h
-        x = x // step_w
+        y = y // step_h + zero
+        x = x // step_w + zero
     else:
-        y = (pixel // num_rows_w * step_h - padding_h)[:, None] + i[None, :]
-        x = (pixel % num_rows_w * step_w - padding_w)[:, None] + j[None, :]
+        y = (window_y * step_h - padding_h)[:, None] + i[None, :]
+        x = (window_x * step_w - padding_w)[:, None] + j[None, :]
         valid &= (y >= 0) & (x >= 0)
     at = channel[None, :] * stride_c + y * stride_h + x * stride_w
     return tl.load(image[:, None] + at, valid & (y < height) & (x < width), other=0.0)
@@ -135,6 +142,7 @@ def _convolve(
     activation_stride_c: tl.tensor,
     activation_stride_h: tl.tensor,
     activation_stride_w: tl.tensor,
+    zero: tl.tensor,
     source_channels: tl.constexpr,
     source_height: tl.constexpr,
     source_width: tl.constexpr,
@@ -163,11 +171,11 @@ def _convolve(
     out = tl.arange(0, block_channels)
     total = tl.zeros([block_rows, block_channels], tl.float32)
     for start in range(0, num_taps, block_taps):
-        tap, channel, i, j = _taps(start, source_channels, kernel_h, kernel_w, source_channels_first, block_taps)
+        tap, channel, i, j = _taps(start, zero, source_channels, kernel_h, kernel_w, source_channels_first, block_taps)
         inside = tap < num_taps
         patches = _patches(
             source, source_stride_n, source_stride_c, source_stride_h, source_stride_w,
-            row, num_rows, channel, i, j, inside, source_height, source_width, height, width,
+            row, num_rows, channel, i, j, inside, zero, source_height, source_width, height, width,
             step_h, step_w, padding_h, padding_w, transposed,
         )  # fmt: skip
         at = channel * weight_stride_c + i * weight_stride_h + j * weight_stride_w
@@ -181,12 +189,12 @@ def _convolve(
         total += tl.load(bias + out, out < channels, other=0.0).to(dtype).to(tl.float32)[None, :]
     if relu:
         total = tl.where(total <= 0, 0.0, total)  # NaN stays
-    pixel = row % (height * width)
+    pixel = row % (height * width) + zero
     image = (row // (height * width)).to(tl.int64)
     valid = (row < num_rows)[:, None] & (out < channels)[None, :]
     if activation is not None:
         corner = activation + image * activation_stride_n
-        at = pixel // width * activation_stride_h + pixel % width * activation_stride_w
+        at = (pixel // width + zero) * activation_stride_h + (pixel % width + zero) * activation_stride_w
         gate = tl.load(corner[:, None] + at[:, None] + (out * activation_stride_c)[None, :], valid, other=0.0)
         total = tl.where(gate.to(tl.float32) <= 0, 0.0, total)
     if channels_first:
@@ -212,6 +220,7 @@ def _sum_products(
     x_stride_c: tl.tensor,
     x_stride_h: tl.tensor,
     x_stride_w: tl.tensor,
+    zero: tl.tensor,
     x_channels: tl.constexpr,
     x_height: tl.constexpr,
     x_width: tl.constexpr,
@@ -235,7 +244,7 @@ def _sum_products(
     await_previous()
     num_taps: tl.constexpr = x_channels * kernel_h * kernel_w
     tap, channel, i, j = _taps(
-        tl.program_id(1) * block_taps, x_channels, kernel_h, kernel_w, channels_first, block_taps
+        tl.program_id(1) * block_taps, zero, x_channels, kernel_h, kernel_w, channels_first, block_taps
     )
     inside = tap < num_taps
     out = tl.arange(0, block_channels)
@@ -247,12 +256,12 @@ def _sum_products(
         row = start + tl.arange(0, block_rows)
         patches = _patches(
             x, x_stride_n, x_stride_c, x_stride_h, x_stride_w,
-            row, end, channel, i, j, inside, x_height, x_width, height, width,
+            row, end, channel, i, j, inside, zero, x_height, x_width, height, width,
             step_h, step_w, padding_h, padding_w, False,
         )  # fmt: skip
-        pixel = row % (height * width)
+        pixel = row % (height * width) + zero
         corner = grad + (row // (height * width)).to(tl.int64) * grad_stride_n
-        at = pixel // width * grad_stride_h + pixel % width * grad_stride_w
+        at = (pixel // width + zero) * grad_stride_h + (pixel % width + zero) * grad_stride_w
         factors = tl.load(
             corner[None, :] + at[None, :] + (out * grad_stride_c)[:, None],
             (out < channels)[:, None] & (row < end)[None, :],
@@ -361,7 +370,7 @@ def launch_weight_grad(
         num_parts = triton.cdiv(num_rows, rows_a_part)
         sums = grad.new_empty((num_parts, num_sums), dtype=torch.float32)
         _sum_products[(num_parts, triton.cdiv(num_taps, form.taps))](
-            grad, x, sums, num_rows, rows_a_part, *grad.stride(), *x.stride(),
+            grad, x, sums, num_rows, rows_a_part, *grad.stride(), *x.stride(), ZERO,
             *x.shape[1:], *grad.shape[1:], *kernel, *stride, *padding,
             channels_first=_channels_first(weight_grad), dtype=_DTYPES[dtype], precision=_precision(allow_tf32),
             block_rows=form.rows, block_taps=form.taps, block_channels=_power_of_2(channels), num_warps=form.num_warps,
@@ -398,7 +407,7 @@ def _launch(
     def run(form: Form) -> None:
         _convolve[(triton.cdiv(num_rows, form.rows),)](
             source, weight, bias, activation, result, num_rows, *source.stride(), *weight.stride(),
-            *((0, 0, 0, 0) if activation is None else activation.stride()),
+            *((0, 0, 0, 0) if activation is None else activation.stride()), ZERO,
             *source.shape[1:], *result.shape[1:], *weight.shape[2:], *stride, *padding,
             transposed=transposed, relu=relu, source_channels_first=_channels_first(source),
             channels_first=_channels_first(result), precision=_precision(allow_tf32),

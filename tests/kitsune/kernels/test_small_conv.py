@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from kitsune.kernels import pool
 from kitsune.kernels import small_conv as operators
+from kitsune.kernels.tuning import is_of_compiler
+from tests.kitsune.kernels import offline
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
 
 # What the interpreter computes in numpy may warn of what is meant to be so.
@@ -35,6 +38,7 @@ class Case(NamedTuple):
 
 LENET_2 = Case((2, 6, 9, 9), 16, (5, 5))
 STRIDED = Case((1, 17, 9, 8), 3, (3, 2), (2, 1), (1, 0))
+WIDE = Case((4, 64, 32, 32), 64, (3, 3), padding=(1, 1))  # coordinates that fit into 16 bits, and many taps
 CASES = [
     Case((2, 1, 8, 11), 6, (5, 5), padding=(2, 2)),
     LENET_2,
@@ -58,7 +62,7 @@ class Convolutions(NamedTuple):
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    module = interpreted("small_conv_triton")
+    module = interpreted("pool_triton", "small_conv_triton")
     module._SUMS_A_PROGRAM = 256  # the interpreter takes its time for each program
     return module
 
@@ -248,6 +252,38 @@ def test_every_form(conv: Convolutions, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(conv.module, "_forms", lambda *_, form=form: (form,))
         monkeypatch.setattr(conv.module, "_grad_forms", lambda *_, form=grad_form: (form,))
         check(conv, case, given, torch.float32, True)
+
+
+@pytest.mark.parametrize("conv", [GPU], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_of_many_channels(conv: Convolutions, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = data(WIDE, conv.device)
+    assert conv.module is not None
+    tried = 0
+    for form in conv.module._FORMS:
+        monkeypatch.setattr(conv.module, "_forms", lambda *_, form=form: (form,))
+        try:
+            check(conv, WIDE, given, dtype, False)
+        except Exception as error:
+            if not is_of_compiler(error):
+                raise
+        else:
+            tried += 1
+    assert tried > 1
+
+
+def launch_many_channels() -> None:
+    module = compiled()
+    module._FORMS, module._GRAD_TILES = module._FORMS[::3], module._GRAD_TILES[:1]
+    by_operators(interpreted_operators(module), WIDE, data(WIDE, "cpu"), torch.bfloat16, False)
+
+
+@pytest.mark.slow
+def test_does_not_compute_in_pairs() -> None:
+    """Of 16 bits, as LLVM would with these shapes; see `kitsune.kernels.pool_triton`."""
+    kernels = offline.compiled(launch_many_channels)
+    assert kernels
+    assert not [kernel.name for kernel in kernels if re.search(r"\.[su]16x2", kernel.ptx)]
 
 
 def test_forms_fit(kernels: ModuleType) -> None:
