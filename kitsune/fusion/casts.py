@@ -1,4 +1,4 @@
-"""Templates for small operators on many of a graph's inputs: parameters that autocast casts, counters that advance."""
+"""Templates for small operators on many tensors: parameters that autocast casts, counters that advance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.nodes import arguments, aten, calls
 from kitsune.graph import dataflow
-from kitsune.kernels import casts
+from kitsune.kernels import casts, scalars
 from kitsune.kernels.images import FLOATS
 
 kitsune = torch.ops.kitsune
@@ -46,6 +46,26 @@ def counters(node: fx.Node) -> Iterator[Match]:
         return []
 
     yield Match.of("counters", nodes, [], build)
+
+
+def steps(node: fx.Node) -> Iterator[Match]:
+    """Matches of a whole number that is added to tensors of one element, such as an optimizer's step counts."""
+    if not calls(node, aten._foreach_add_.Scalar):
+        return
+    tensors, number = arguments(node)
+    values = [tensor.meta["val"] for tensor in tensors]
+    alike = len({(value.dtype, value.device, value.numel()) for value in values}) == 1
+    memory = {storage for tensor in tensors for storage in dataflow.storages(tensor)}
+    if not alike or values[0].numel() != 1 or values[0].dtype not in scalars.DTYPES or len(memory) < len(tensors):
+        return
+    if type(number) is not int or not -(2**31) <= number < 2**31:
+        return
+
+    def build(builder: Builder) -> list[fx.Node]:
+        builder.call(kitsune.add_to_scalars_.default, tensors, number)
+        return []
+
+    yield Match.of("step counts", [node], [], build)
 
 
 def _group(first: fx.Node, kind: Kind) -> list[fx.Node]:

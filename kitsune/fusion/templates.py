@@ -40,4 +40,5 @@ TEMPLATES: tuple[Template, ...] = (
     update.without_casts,
     casts.parameters,  # those that no kernel does itself
     casts.counters,
+    casts.steps,  # and what has become of counters
 )

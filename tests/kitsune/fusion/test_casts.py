@@ -125,6 +125,59 @@ def test_counters_with_other_steps_and_types_by_themselves() -> None:
     assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_step_counts(device: str, dtype: torch.dtype) -> None:
+    def function(x: Tensor, *steps: Tensor) -> list[Tensor]:
+        torch._foreach_add_(steps, 1)
+        return [x / steps[0], *(step.clone() for step in steps)]
+
+    inputs = [*weights((3,), device=device), *counts(1, 5, 7, dtype=dtype, device=device)]
+    module, new = fused(function, inputs, (casts.steps,))
+    assert operators(new) == {"add_to_scalars_": 1}
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def test_counters_of_one_element_become_step_counts() -> None:
+    def function(*counters: Tensor) -> list[Tensor]:
+        for counter in counters:
+            counter.add_(1)
+        return []
+
+    inputs = counts(1, 2)
+    module, new = fused(function, inputs, (casts.counters, casts.steps))
+    assert operators(new) == {"add_to_scalars_": 1}
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [torch.zeros(2), torch.zeros(2)],
+        [torch.zeros(()), torch.zeros((), dtype=torch.float64)],
+        [torch.zeros((), dtype=torch.float16), torch.zeros((), dtype=torch.float16)],
+    ],
+    ids=["several elements", "several types", "another type"],
+)
+@pytest.mark.parametrize("number", [1, 0.5, 2**31])
+def test_steps_that_stay(inputs: Sequence[Tensor], number: float) -> None:
+    def function(*tensors: Tensor) -> list[Tensor]:
+        torch._foreach_add_(tensors, number)
+        return []
+
+    _, new = fused(function, inputs, (casts.steps,))
+    assert not operators(new)
+
+
+def test_a_scalar_that_is_counted_twice() -> None:
+    def function(one: Tensor, other: Tensor) -> list[Tensor]:
+        torch._foreach_add_([one, other, one], 1)
+        return []
+
+    _, new = fused(function, [torch.zeros(()), torch.zeros(())], (casts.steps,))
+    assert not operators(new)
+
+
 def read_too(one: Tensor, other: Tensor) -> list[Tensor]:
     return [one.add_(1).sin(), other.add_(1).sin()]
 

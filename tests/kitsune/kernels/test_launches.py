@@ -125,6 +125,13 @@ def launch_casts() -> None:
     test_casts.interpreted_operator(casts_triton)([torch.zeros(5000), torch.zeros(7)], torch.bfloat16)
 
 
+def launch_scalars() -> None:
+    from kitsune.kernels import scalars_triton
+
+    for dtype, count in ((torch.float32, 1), (torch.int64, 20), (torch.float32, 257)):
+        scalars_triton.launch([torch.zeros((), dtype=dtype) for _ in range(count)], 1)
+
+
 def launch_pool() -> None:
     from kitsune.kernels import pool_triton
 
@@ -160,6 +167,7 @@ LAUNCHES = [
     launch_layer_norm,
     launch_batch_norm,
     launch_casts,
+    launch_scalars,
     launch_pool,
     launch_small_conv,
     launch_vocabulary,
