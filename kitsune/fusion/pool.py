@@ -19,6 +19,8 @@ from kitsune.kernels import pool  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
 
+_FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
+
 
 class _Windows(NamedTuple):
     """Height and width of each."""
@@ -67,6 +69,23 @@ def forward(node: fx.Node) -> Iterator[Match]:
     if after is not None:
         yield _forward(node, [after], x, after, windows, relu=True)
     yield _forward(node, [], x, y, windows, relu=False)
+
+
+def copied(node: fx.Node) -> Iterator[Match]:
+    """Matches of max-pooling as made below, whose maxima are only copied to the other layout, as for a flattening."""
+    if not calls(node, kitsune.max_pool.default):
+        return
+    y, position = result(node, 0), result(node, 1)
+    copy = None if y is None else only_user(y, aten.clone.default)
+    channels_last = not node.kwargs["channels_last"]
+    if copy is None or not copy.meta["val"].is_contiguous(memory_format=_FORMATS[channels_last]):
+        return
+
+    def build(builder: Builder) -> list[fx.Node]:
+        options = {**node.kwargs, "channels_last": channels_last, "position_channels_last": not channels_last}
+        return builder.results(builder.call(kitsune.max_pool.default, *node.args, **options))
+
+    yield Match.of("max pool + copy", [node, *node.users, copy], [copy, position], build)
 
 
 def _backward(

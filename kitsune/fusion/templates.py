@@ -22,6 +22,7 @@ TEMPLATES: tuple[Template, ...] = (
     batch_norm.backward,
     pool.backward,
     pool.forward,  # it takes over what the backward has computed anew
+    pool.copied,
     small_conv.forward,
     small_conv.backward,
     padding.forward,  # of what no kernel of ours takes

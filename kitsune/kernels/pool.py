@@ -23,7 +23,8 @@ _MOST_KERNEL = 3
 
 torch.library.define(
     "kitsune::max_pool",
-    "(Tensor x, int[2] kernel, int[2] stride, int[2] padding, *, bool relu, bool channels_last) -> (Tensor, Tensor)",
+    "(Tensor x, int[2] kernel, int[2] stride, int[2] padding, *, bool relu, bool channels_last, "
+    "bool? position_channels_last=None) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "kitsune::max_pool_backward",
@@ -40,6 +41,7 @@ def max_pool(
     *,
     relu: bool,
     channels_last: bool,
+    position_channels_last: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max-pooling over windows of at most 3x3, rounding sizes down, then ReLU if wanted.
 
@@ -48,17 +50,24 @@ def max_pool(
     Args:
         x: (N, C, H, W), float32, bfloat16 or float16, with any strides.
         kernel, stride, padding: along height and width; the padding is at most half of the kernel.
-        channels_last: the layout of the results, whatever that of `x`; contiguous otherwise.
+        channels_last: the layout of the maxima, whatever that of `x`; contiguous otherwise.
+        position_channels_last: that of the positions; None for the same one.
 
     Returns:
-        The maxima (N, C, H', W') in the dtype of `x`, and uint8 of the same shape and strides: the position of each
+        The maxima (N, C, H', W') in the dtype of `x`, and uint8 of the same shape: the position of each
         within its window, `row * kernel[1] + column`, or `NO_GRADIENT` where ReLU gives zero.
 
     Raises:
         ValueError: dtypes, shapes or windows are not as above, or one image spans more than 2**30 elements.
     """
     y, position = torch.ops.kitsune.max_pool.default(
-        x, list(kernel), list(stride), list(padding), relu=relu, channels_last=channels_last
+        x,
+        list(kernel),
+        list(stride),
+        list(padding),
+        relu=relu,
+        channels_last=channels_last,
+        position_channels_last=position_channels_last,
     )
     return y, position
 
@@ -145,10 +154,18 @@ def _check_backward(
 
 
 def _fake(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, channels_last: bool
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    *,
+    relu: bool,
+    channels_last: bool,
+    position_channels_last: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = _check(x, kernel, stride, padding)
-    return dense(x, shape, x.dtype, channels_last), dense(x, shape, torch.uint8, channels_last)
+    of_positions = channels_last if position_channels_last is None else position_channels_last
+    return dense(x, shape, x.dtype, channels_last), dense(x, shape, torch.uint8, of_positions)
 
 
 def _fake_backward(
@@ -166,9 +183,9 @@ def _fake_backward(
 
 
 def _on_cpu(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, channels_last: bool
+    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, **layouts: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, position = _fake(x, kernel, stride, padding, relu=relu, channels_last=channels_last)
+    y, position = _fake(x, kernel, stride, padding, relu=relu, **layouts)  # type: ignore[arg-type]
     if not x.numel():
         return y, position
     maxima, indices = torch.ops.aten.max_pool2d_with_indices.default(x, kernel, stride, padding)
@@ -212,13 +229,13 @@ def _corners(pooled: torch.Tensor, stride: list[int], padding: list[int]) -> tup
 
 
 def _on_cuda(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, channels_last: bool
+    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, **layouts: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from kitsune.kernels import pool_triton  # Triton is optional
 
-    y, position = _fake(x, kernel, stride, padding, relu=relu, channels_last=channels_last)
+    y, position = _fake(x, kernel, stride, padding, relu=relu, **layouts)  # type: ignore[arg-type]
     with torch.cuda.device(x.device):
-        pool_triton.launch(x, y, position, kernel, stride, padding, relu=relu, channels_last=channels_last)
+        pool_triton.launch(x, y, position, kernel, stride, padding, relu=relu)
     return y, position
 
 

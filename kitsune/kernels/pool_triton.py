@@ -63,6 +63,10 @@ def _max_pool(
     x_stride_c: tl.tensor,
     x_stride_h: tl.tensor,
     x_stride_w: tl.tensor,
+    y_stride_n: tl.tensor,
+    y_stride_c: tl.tensor,
+    y_stride_h: tl.tensor,
+    y_stride_w: tl.tensor,
     zero: tl.tensor,
     channels: tl.constexpr,
     height: tl.constexpr,
@@ -78,6 +82,7 @@ def _max_pool(
     relu: tl.constexpr,
     no_gradient: tl.constexpr,
     channels_last: tl.constexpr,
+    same_layout: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
     await_previous()
@@ -103,7 +108,8 @@ def _max_pool(
     if relu:
         chosen = tl.where(best <= 0, no_gradient, chosen)
         best = tl.where(best <= 0, 0.0, best)
-    tl.store(y + image * size + index, best.to(y.dtype.element_ty), inside)
+    at = index if same_layout else channel * y_stride_c + row * y_stride_h + column * y_stride_w
+    tl.store(y + image * y_stride_n + at, best.to(y.dtype.element_ty), inside)
     tl.store(position + image * size + index, chosen.to(tl.uint8), inside)
 
 
@@ -178,9 +184,8 @@ def launch(
     padding: Sequence[int],
     *,
     relu: bool,
-    channels_last: bool,
 ) -> None:
-    """Fills `y` and `position`, dense in the layout that `channels_last` says, on the current stream.
+    """Fills `y` and `position`, dense in the order of contiguous or channels_last tensors, on the current stream.
 
     The arguments are those of `kitsune.kernels.pool.max_pool`, which checks them.
     """
@@ -189,11 +194,12 @@ def launch(
 
     def run(form: Form) -> None:
         _max_pool[(_num_programs(y, form),)](
-            x, y, position, *x.stride(), ZERO, *x.shape[1:], *y.shape[2:], *kernel, *stride, *padding,
-            relu=relu, no_gradient=NO_GRADIENT, channels_last=channels_last, block=form.block, num_warps=form.num_warps,
+            x, y, position, *x.stride(), *y.stride(), ZERO, *x.shape[1:], *y.shape[2:], *kernel, *stride, *padding,
+            relu=relu, no_gradient=NO_GRADIENT, channels_last=not position.is_contiguous(),
+            same_layout=y.stride() == position.stride(), block=form.block, num_warps=form.num_warps,
         )  # fmt: skip
 
-    key = f"max_pool {_layout(x)} {kernel} {stride} {padding} {relu} {channels_last}"
+    key = f"max_pool {_layout(x)} {kernel} {stride} {padding} {relu} {y.stride()} {position.stride()}"
     run(choose(key, _FORMS, run, x.device))
 
 

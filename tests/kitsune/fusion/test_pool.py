@@ -27,6 +27,43 @@ def images(shape: tuple[int, ...] = (2, 3, 8, 7), dtype: torch.dtype = torch.flo
     return (torch.randint(-6, 7, shape) / 4).to(device, dtype).contiguous(memory_format=torch.channels_last)
 
 
+@DEVICES
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_copy_of_a_flattening_is_what_is_made(channels_last: bool, device: str) -> None:
+    layout, other = (
+        (torch.channels_last, torch.contiguous_format)
+        if channels_last
+        else (torch.contiguous_format, torch.channels_last)
+    )
+
+    def function(x: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        copy = F.max_pool2d(F.relu(leaf.sin()), 2).clone(memory_format=other)
+        return [copy, *torch.autograd.grad(copy.square().sum(), [leaf])]
+
+    inputs = [images(device=device).contiguous(memory_format=layout)]
+    module, new = fused(function, inputs, (*TEMPLATES, pool.copied))
+    assert operators(new) == {"max_pool": 1, "max_pool_backward": 1}
+    assert "clone" not in operators(new, "aten")
+    assert_alike(run(new, inputs), run(module, inputs), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: [(y := F.max_pool2d(x, 2)).contiguous(), y.sin()],
+        lambda x: [F.max_pool2d(x, 2).clone(memory_format=torch.channels_last).sin()],
+    ],
+    ids=["used itself", "in the same layout"],
+)
+def test_copies_that_stay(function: Callable[[Tensor], list[Tensor]]) -> None:
+    inputs = [images()]
+    module, new = fused(function, inputs, (*TEMPLATES, pool.copied))
+    assert operators(new) == {"max_pool": 1}
+    assert operators(new, "aten")["clone"] == 1
+    assert_alike(run(new, inputs), run(module, inputs), rtol=1e-5)
+
+
 def with_gradient(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], list[Tensor]]:
     """The result of `forward`, and the gradient for its square."""
 

@@ -70,7 +70,7 @@ def compiled() -> ModuleType:
 def interpreted_operators(module: ModuleType) -> Pools:
     def forward(x: Tensor, *windows: Any, **options: Any) -> tuple[Tensor, Tensor]:
         results = pool._fake(x, *map(list, windows), **options)
-        module.launch(x, *results, *windows, **options)
+        module.launch(x, *results, *windows, relu=options["relu"])
         return results
 
     def backward(grad: Tensor, position: Tensor, *windows: Any, **options: Any) -> Tensor:
@@ -119,6 +119,20 @@ def test_equals_aten(pools: Pools, shape: tuple[int, ...], windows: Windows) -> 
         check(pools, images(shape, pools.device, channels_last=channels_last), windows, relu, channels_last)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("windows", WINDOWS[:2], ids=str)
+def test_positions_in_the_other_layout(pools: Pools, windows: Windows, channels_last: bool) -> None:
+    x = images((2, 7, 14, 13), pools.device, channels_last=channels_last)
+    y, position = pools.forward(
+        x, *windows, relu=True, channels_last=channels_last, position_channels_last=not channels_last
+    )
+    alike, position_alike = pools.forward(x, *windows, relu=True, channels_last=channels_last)
+    assert y.stride() == strides(y.shape, channels_last)
+    assert position.stride() == strides(y.shape, not channels_last)
+    assert torch.equal(y, alike)
+    assert torch.equal(position, position_alike)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(pools: Pools, dtype: torch.dtype) -> None:
     for windows in WINDOWS[:2]:
@@ -151,6 +165,7 @@ def launch_what_may_compute_in_pairs() -> None:
     for windows, channels_last in product(WINDOWS[1::2], (False, True)):
         y, position = forward(x, *windows, relu=True, channels_last=channels_last)
         backward(y, position, x.shape[2:], *windows, channels_last=channels_last)
+        forward(x, *windows, relu=True, channels_last=channels_last, position_channels_last=not channels_last)
 
 
 @pytest.mark.slow
@@ -158,7 +173,7 @@ def test_does_not_compute_in_pairs() -> None:
     """In these cases LLVM would, and what ptxas makes of it is wrong."""
     compiled()
     kernels = offline.compiled(launch_what_may_compute_in_pairs)
-    assert len(kernels) == 16
+    assert len(kernels) == 24
     assert not [kernel.name for kernel in kernels if re.search(r"\.[su]16x2", kernel.ptx)]
 
 
