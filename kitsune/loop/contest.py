@@ -33,6 +33,10 @@ _RUNOFF_TURN = _UNTIMED + _PACED + _SAMPLES
 _LEAST_GAIN = 0.01
 _LEAST_GAIN_US = 1.5
 
+# A plan slows a loop down by no more than its launch takes longer: where that is less than this share of what a replay
+# gains, paces are not compared, of which other work on the host makes anything.
+_LONGER_LAUNCH = 0.1
+
 # One pace is slower than another if so many of the pairs say so; of 40 steps each, chance alone says so in one of 100.
 _SLOWER = 0.65
 
@@ -262,7 +266,10 @@ class Contest(Generic[E]):
         return rival if best != rival and self._slows_the_loop(best, rival, times_us) else best
 
     def _slows_the_loop(self, place: int, rival: int, times_us: Sequence[float]) -> bool:
-        """Whether steps follow each other more slowly than with the rival."""
+        """Whether steps follow each other more slowly than with the rival, which takes longer for a replay."""
+        longer_us = statistics.median(self._launches[place]) - statistics.median(self._launches[rival])
+        if longer_us <= _LONGER_LAUNCH * (times_us[rival] - times_us[place]):
+            return False
         ours, theirs = ([max(pace_us, times_us[one]) for pace_us in self._paces[one]] for one in (place, rival))
         slower = sum(our_us > their_us for our_us in ours for their_us in theirs)
         return slower > _SLOWER * len(ours) * len(theirs)

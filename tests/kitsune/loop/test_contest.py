@@ -128,7 +128,7 @@ class Host:
     def __init__(
         self, race: Race, monkeypatch: pytest.MonkeyPatch, launches_us: dict[str, float], rest_us: float, waits: bool
     ) -> None:
-        self._race, self._rest_us, self._waits = race, rest_us, waits
+        self._race, self.rest_us, self._waits = race, rest_us, waits
         self._us = 0.0
         monkeypatch.setattr(contest.time, "perf_counter", lambda: self._us * 1e-6)
         run = Runner.__call__
@@ -143,7 +143,7 @@ class Host:
         for step in range(steps):
             before_us = self._race.clock.us
             self._race.run(1)
-            self._us += self._rest_us * (1 + step % 3 / 100)
+            self._us += self.rest_us * (1 + step % 3 / 100)
             if self._waits:
                 self._us += self._race.clock.us - before_us
 
@@ -441,6 +441,18 @@ def test_a_slow_device_is_not_overlooked_while_its_queue_fills(monkeypatch: pyte
     host = Host(race, monkeypatch, {"0": 4.0, "1": 5.0}, rest_us=45.0, waits=False)
     race.open()
     host.run(300)
+    assert race.contest.place == 1
+
+
+def test_other_work_on_the_host_does_not_hide_what_is_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it happens, the host is slow whenever the second one has its turn."""
+    race = Race(117.0, 42.0)
+    host = Host(race, monkeypatch, {"0": 26.0, "1": 27.0}, rest_us=30.0, waits=False)
+    race.open()
+    for _ in range(300):
+        host.rest_us = 150.0 if race.contest.winner.name == "1" else 30.0
+        host.run(1)
+    assert not race.contest.trying
     assert race.contest.place == 1
 
 
