@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from kitsune import kernels
+from kitsune.kernels.casts import cast_many
+from kitsune.kernels.scalars import add_to_scalars_
 from tests.kitsune.kernels import (
     test_adam,
     test_batch_norm,
@@ -209,6 +211,42 @@ def test_all_other_functions_are_called_by_kernels() -> None:
     others = {name: one for name, one in members_of_modules().items() if isinstance(one, JITFunction)}
     functions = [*(kernel._compiled for kernel in all_kernels().values()), *others.values()]
     assert others.keys() <= {name for one in functions for name in one.fn.__code__.co_names}
+
+
+def chain(x: torch.Tensor, counter: torch.Tensor, side: torch.cuda.Stream) -> list[torch.Tensor]:
+    """Kernels after one another and after ones of PyTorch, memory that is set and copied, a fork and a join."""
+    halves = cast_many([x, x + 1], torch.bfloat16)
+    back = cast_many(halves, torch.float32)
+    counter.zero_()
+    add_to_scalars_([counter], 1)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        more = cast_many(cast_many([back[1].clone()], torch.float16), torch.float32)
+        add_to_scalars_([counter], 2)
+    torch.cuda.current_stream().wait_stream(side)
+    add_to_scalars_([counter], 3)
+    return [*back, *cast_many([back[0] + more[0]], torch.bfloat16), counter.clone()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [100, 10**7])
+def test_in_a_graph_kernels_see_what_those_before_them_wrote(size: int) -> None:
+    """Each replay has other values, so that those of the one before are none."""
+    counter, side = torch.zeros((), device="cuda"), torch.cuda.Stream()
+    static = torch.randn(size, device="cuda")
+    chain(static, counter, side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(static, counter, side)
+    for _ in range(50):
+        x = torch.randn(size, device="cuda")
+        static.copy_(x)
+        graph.replay()
+        halves = [x.bfloat16(), (x + 1).bfloat16()]
+        more = halves[1].float().half().float()
+        wanted = [halves[0].float(), halves[1].float(), (halves[0].float() + more).bfloat16()]
+        assert all(map(torch.equal, found, [*wanted, torch.full_like(counter, 6)]))
 
 
 def test_arguments_fit_all_kernels() -> None:
