@@ -117,8 +117,8 @@ class Effort:
         rounds: fresh processes that time all variants in turns.
         turns: the fewest and the most timed blocks of a variant in a round.
         timed_seconds: about how long a round's timed blocks may take altogether; it decides between the two.
-        block_seconds: how long a block of any variant takes at least: what the variant before it has left in caches
-            and clocks is small beside that.
+        block_seconds: about how long a block of any variant takes, by its pace when it was warm: what the variant
+            before it has left in caches and clocks is small beside that.
         warm_up_seconds: the longest a variant is warmed up.
         settle_seconds: the longest a variant may take to reach its steady state.
         process_seconds: after so long a process is taken for hung.

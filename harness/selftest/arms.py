@@ -91,21 +91,21 @@ def measure_arms(job: ArmsJob, note: Callable[[str], None]) -> ArmsResult:
     names = [CONTROL, *(f"arm {index}" for index in range(len(job.slowdowns)))]
     shares = dict(zip(names, (0.0, *job.slowdowns), strict=True))
     arms: dict[str, Delayed] = {}
-    seconds: list[float] = []
+    steps: dict[str, int] = {}
     for name in rng.sample(names, len(names)):
         note(f"preparing {name}")
         variant = variants.get(job.variant)
         training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
         measure.settle(training, lambda training: training.run(1), job.effort.settle_seconds)
-        seconds.append(measure.warm_up(training, device, job.effort.warm_up_seconds))
-        arms[name] = Delayed(training, shares[name] * seconds[-1], rate)
-    steps = measure.steps_per_block(max(seconds), job.effort)
+        seconds = measure.warm_up(training, device, job.effort.warm_up_seconds)
+        arms[name] = Delayed(training, shares[name] * seconds, rate)
+        steps[name] = measure.steps_per_block(seconds, job.effort)
     gc.collect()
     gc.freeze()
 
     def block(name: str) -> BlockTime:
         note(name)
-        return measure.timed_block(arms[name].run, steps, device)
+        return measure.timed_block(arms[name].run, steps[name], device)
 
     taken = take_turns(
         names,

@@ -218,7 +218,7 @@ def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[A
 
 
 def _are_needed(guards: Sequence[Any]) -> list[bool]:
-    """Without the one that asks Python for hooks of saved tensors, as `refuse_surroundings` does at every call."""
+    """Without the one that asks Python for hooks of saved tensors: `refuse_surroundings` does before every replay."""
     return [guard.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS" for guard in guards]
 
 

@@ -19,8 +19,6 @@ from kitsune.kernels import pool  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
 
-_FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
-
 
 class _Windows(NamedTuple):
     """Height and width of each."""
@@ -77,12 +75,16 @@ def copied(node: fx.Node) -> Iterator[Match]:
         return
     y, position = result(node, 0), result(node, 1)
     copy = None if y is None else only_user(y, aten.clone.default)
-    channels_last = not node.kwargs["channels_last"]
-    if copy is None or not copy.meta["val"].is_contiguous(memory_format=_FORMATS[channels_last]):
+    maxima, positions = node.meta["val"]
+    if copy is None or copy.meta["val"].stride() == maxima.stride() or not _is_dense(copy.meta["val"]):
         return
+    layouts = {
+        "channels_last": _is_channels_last(copy.meta["val"]),
+        "position_channels_last": _is_channels_last(positions),
+    }
 
     def build(builder: Builder) -> list[fx.Node]:
-        options = {**node.kwargs, "channels_last": channels_last, "position_channels_last": not channels_last}
+        options = {**node.kwargs, **layouts}
         return builder.results(builder.call(kitsune.max_pool.default, *node.args, **options))
 
     yield Match.of("max pool + copy", [node, *node.users, copy], [copy, position], build)
@@ -107,7 +109,12 @@ def _backward(
         pooled = builder.call(kitsune.max_pool.default, source, *windows, **_options(made, relu=relu))
         _, position = builder.results(pooled)
         found = builder.call(
-            kitsune.max_pool_backward.default, grad, position, size, *windows, channels_last=_is_channels_last(last)
+            kitsune.max_pool_backward.default,
+            grad,
+            position,
+            size,
+            *windows,
+            channels_last=_is_channels_last(last.meta["val"]),
         )
         return [found]
 
@@ -147,12 +154,20 @@ def _again(source: fx.Node, windows: _Windows, options: Mapping[str, bool]) -> l
 
 
 def _options(made: fx.Node, *, relu: bool) -> dict[str, bool]:
-    maxima = made.meta["val"][0]
-    return {"relu": relu, "channels_last": not maxima.is_contiguous()}
+    return {"relu": relu, "channels_last": _is_channels_last(made.meta["val"][0])}
 
 
-def _is_channels_last(node: fx.Node) -> bool:
-    return not node.meta["val"].is_contiguous()
+def _is_channels_last(images: torch.Tensor) -> bool:
+    """By its strides: both layouts have all elements in the same order where there is one channel, or one pixel."""
+    return images.dim() == 4 and images.stride() == _strides(images, torch.channels_last)
+
+
+def _is_dense(images: torch.Tensor) -> bool:
+    return images.stride() in (_strides(images, torch.contiguous_format), _strides(images, torch.channels_last))
+
+
+def _strides(images: torch.Tensor, layout: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(images.shape, device="meta", memory_format=layout).stride()
 
 
 def _windows(geometry: Sequence[Any]) -> _Windows | None:

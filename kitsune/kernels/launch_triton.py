@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
@@ -21,9 +22,12 @@ def _is_dependent() -> bool:
         return False
     try:
         target = driver.active.get_current_target()
-    except RuntimeError:  # there is no GPU
+    except RuntimeError:
+        if torch.cuda.is_available():
+            raise
         return False
-    return bool(target.backend == "cuda" and target.arch >= 90)
+    others = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return bool(target.backend == "cuda" and target.arch >= 90) and all(other >= (9, 0) for other in others)
 
 
 _IS_DEPENDENT = tl.constexpr(_is_dependent())

@@ -243,7 +243,7 @@ class UpdateStep:
         return _Update(binding, recording, slots, copied)
 
     def _spend(self, key: _Key) -> None:
-        """Counts a capture, unless it is of static gradients not met before: their backward pass has been counted."""
+        """Counts a capture, unless it is of static gradients not met before: there are few for each recorded call."""
         if key in self._captured or not any(key[1]):
             self._budget.spend(self.replays)
         self._captured.add(key)

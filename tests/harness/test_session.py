@@ -290,7 +290,7 @@ def test_records_hold_no_path_of_this_machine(context: Context) -> None:
     assert history.profiles(COMMIT)[0].kitsune == {"mode": "eager", "refusals": ["a branch on data [models/mlp.py:3]"]}
     (path,) = context.results.glob("*/*.samples.jsonl")
     assert str(ROOT) not in path.read_text()
-    assert all(json.loads(line)["schema"] == 1 for line in path.read_text().splitlines())
+    assert all(json.loads(line)["schema"] == 2 for line in path.read_text().splitlines())
 
 
 def test_before_head_a_gpu_s_quick_profile_times_peers_without_profiling_them(

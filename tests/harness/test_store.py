@@ -71,7 +71,7 @@ def test_appending_keeps_earlier_lines_byte_for_byte(tmp_path: Path) -> None:
         ({"round": "first"}, "round: expected a whole number"),
         ({"steps_per_block": 0}, "steps_per_block: expected a whole number"),
         ({"steps_per_block": {"eager_fp32": 3}}, "steps_per_block: kitsune_trainstep_fp32: expected a whole number"),
-        ({"schema": 2}, "reads schema 1"),
+        ({"schema": 3}, "reads schemas 1 to 2"),
         ({"kind": "rond"}, "kind is 'rond'"),
     ],
 )
@@ -121,7 +121,7 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     bad_lines = [
         b"\x00\xff\xfe garbage",
         first_round[: len(first_round) // 2],
-        first_round.replace(b'"schema":1', b'"schema":7').replace(b'"round":0', b'"round":5'),
+        first_round.replace(b'"schema":2', b'"schema":7').replace(b'"round":0', b'"round":5'),
         first_round.replace(b"0.001", b"NaN", 1).replace(b'"round":0', b'"round":6'),
         first_round.replace(b"0.001", b"1e999", 1).replace(b'"round":0', b'"round":7'),
         first_round.replace(b"0.001", b"-0.001", 1).replace(b'"round":0', b'"round":8'),
@@ -293,7 +293,7 @@ def test_write_whole_replaces_a_file(tmp_path: Path) -> None:
 def test_lines_are_plain_json_with_a_schema(tmp_path: Path) -> None:
     path = Store(tmp_path).append(MACHINE, COMMIT, [run(), round_(0)])
 
-    assert [json.loads(line)["schema"] for line in path.read_text().splitlines()] == [1, 1]
+    assert [json.loads(line)["schema"] for line in path.read_text().splitlines()] == [2, 2]
 
 
 def commits_of_a_repository(folder: Path) -> list[str]:

@@ -48,6 +48,27 @@ def test_the_copy_of_a_flattening_is_what_is_made(channels_last: bool, device: s
     assert_alike(run(new, inputs), run(module, inputs), rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 2, 2), (1, 3, 2, 2), (1, 1, 8, 8), (2, 1, 8, 6)], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("other", [torch.contiguous_format, torch.channels_last])
+def test_layouts_that_differ_in_strides_alone(
+    shape: tuple[int, ...], memory_format: torch.memory_format, other: torch.memory_format
+) -> None:
+    """Of one channel, or one pixel: strides are those of plain PyTorch."""
+    strides = torch.empty(shape, memory_format=memory_format).stride()
+    inputs = [torch.empty_strided(shape, strides).copy_(torch.randn(shape))]
+    functions: list[Callable[[Tensor], list[Tensor]]] = [
+        lambda x: [F.max_pool2d(x, 2).sin()],
+        lambda x: [F.max_pool2d(x, 2).clone()],
+        lambda x: [F.max_pool2d(x, 2).clone(memory_format=other).sin()],
+    ]
+    for function in functions:
+        module, new = fused(function, inputs, (*TEMPLATES, pool.copied))
+        assert operators(new) == {"max_pool": 1}
+        assert_alike(run(new, inputs), run(module, inputs), rtol=0)
+        assert [one.stride() for one in run(new, inputs)] == [one.stride() for one in run(module, inputs)]
+
+
 @pytest.mark.parametrize(
     "function",
     [

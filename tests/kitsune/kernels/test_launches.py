@@ -181,16 +181,20 @@ def launch_all() -> None:
         launch()
 
 
-def members_of_modules() -> dict[str, Any]:
+def members_of_modules() -> list[Any]:
     names = [one.name for one in pkgutil.iter_modules(kernels.__path__, "kitsune.kernels.")]
     modules = [importlib.import_module(name) for name in names if name.endswith("_triton")]
-    return {name: one for module in modules for name, one in vars(module).items()}
+    return [one for module in modules for one in vars(module).values()]
 
 
 def all_kernels() -> dict[str, Any]:
+    """By their names, of which there are no two of the same."""
     from kitsune.kernels.launch_triton import Kernel
 
-    return {name: one for name, one in members_of_modules().items() if isinstance(one, Kernel)}
+    found = {id(one): one for one in members_of_modules() if isinstance(one, Kernel)}
+    named = {one.__name__: one for one in found.values()}
+    assert len(named) == len(found)
+    return named
 
 
 def test_kernels_wait_for_those_before_them() -> None:
@@ -208,9 +212,9 @@ def test_all_other_functions_are_called_by_kernels() -> None:
     """Were one launched, it would not wait."""
     from triton import JITFunction
 
-    others = {name: one for name, one in members_of_modules().items() if isinstance(one, JITFunction)}
-    functions = [*(kernel._compiled for kernel in all_kernels().values()), *others.values()]
-    assert others.keys() <= {name for one in functions for name in one.fn.__code__.co_names}
+    others = [one for one in members_of_modules() if isinstance(one, JITFunction)]
+    functions = [*(kernel._compiled for kernel in all_kernels().values()), *others]
+    assert {one.__name__ for one in others} <= {name for one in functions for name in one.fn.__code__.co_names}
 
 
 def chain(x: torch.Tensor, counter: torch.Tensor, side: torch.cuda.Stream) -> list[torch.Tensor]:
