@@ -158,13 +158,17 @@ def test_an_interrupt_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("amp", [False, True])
 @pytest.mark.parametrize(
-    ("name", "lr"), [("mlp", 0.01), ("lenet", 0.05), pytest.param("resnet18", 0.01, marks=pytest.mark.slow)]
+    ("name", "lr"), [("mlp", 0.01), ("lenet", 0.05), pytest.param("resnet18", 1e-4, marks=pytest.mark.slow)]
 )
 def test_whole_models_train_as_they_do_eagerly(name: str, lr: float, amp: bool, device: str) -> None:
+    """ResNet-18 at a rate at which it is not chaotic: in batches of four, at 0.01, weights that differ by 1e-7 lead to
+    losses that differ by 0.02 seven steps later, and plain float32 is as far from float64.
+    """
     workload = models.build(name, seed=0)
     model = workload.module.to(device)
     snapshot = copy.deepcopy(model.state_dict())
-    found = []
+    before = [param.detach().clone() for param in model.parameters()]
+    found, changes = [], []
     for mode in ("auto", "eager"):
         model.load_state_dict(snapshot)
         plain = torch.optim.SGD(model.parameters(), lr=lr)
@@ -178,9 +182,12 @@ def test_whole_models_train_as_they_do_eagerly(name: str, lr: float, amp: bool, 
             optimizer.step()
             losses.append(loss.detach())
         found.append(torch.stack(losses))
+        changes.append([param.detach() - one for param, one in zip(model.parameters(), before, strict=True)])
         assert optimizer.status().fused == (mode == "auto")
     tolerance = 0.05 if amp else 1e-3
     torch.testing.assert_close(found[0], found[1], rtol=tolerance, atol=tolerance)
+    for change, wanted in zip(*changes, strict=True):
+        assert (change - wanted).norm() <= (0.9 if amp else 0.3) * wanted.norm()
 
 
 class Several(nn.Module):
