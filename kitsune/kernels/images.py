@@ -10,6 +10,12 @@ import torch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_ELEMENTS = 2**30  # of one image: its offsets are 32-bit numbers in the kernels, blocks beyond the end included
 
+ZERO = 0
+"""An argument of kernels, whose value the compiler does not know: numbers to which it is added may be any of 32 bits.
+Otherwise LLVM computes with small coordinates as pairs of 16 bits, and there ptxas (12.8 and 12.9, for compute
+capability 9.0) errs: where only one half of `add.s16x2` of a register and a constant is used, it adds 0. To the
+compiler it is a multiple of 16, so that addresses stay aligned."""
+
 
 def windows(size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> list[int]:
     """How many windows fit along height and width, rounded down: `(size + 2 padding - kernel) // stride + 1`."""

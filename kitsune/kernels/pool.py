@@ -183,9 +183,24 @@ def _fake_backward(
 
 
 def _on_cpu(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, **layouts: bool | None
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    *,
+    relu: bool,
+    channels_last: bool,
+    position_channels_last: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, position = _fake(x, kernel, stride, padding, relu=relu, **layouts)  # type: ignore[arg-type]
+    y, position = _fake(
+        x,
+        kernel,
+        stride,
+        padding,
+        relu=relu,
+        channels_last=channels_last,
+        position_channels_last=position_channels_last,
+    )
     if not x.numel():
         return y, position
     maxima, indices = torch.ops.aten.max_pool2d_with_indices.default(x, kernel, stride, padding)
@@ -229,11 +244,26 @@ def _corners(pooled: torch.Tensor, stride: list[int], padding: list[int]) -> tup
 
 
 def _on_cuda(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], *, relu: bool, **layouts: bool | None
+    x: torch.Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    *,
+    relu: bool,
+    channels_last: bool,
+    position_channels_last: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from kitsune.kernels import pool_triton  # Triton is optional
 
-    y, position = _fake(x, kernel, stride, padding, relu=relu, **layouts)  # type: ignore[arg-type]
+    y, position = _fake(
+        x,
+        kernel,
+        stride,
+        padding,
+        relu=relu,
+        channels_last=channels_last,
+        position_channels_last=position_channels_last,
+    )
     with torch.cuda.device(x.device):
         pool_triton.launch(x, y, position, kernel, stride, padding, relu=relu)
     return y, position

@@ -4,9 +4,7 @@ A program computes a block of one image's results in the order in which they lie
 known to the compiler: the divisions that find channel, row and column become multiplications, and it sees which
 addresses are adjacent.
 
-`zero` is 0, which the compiler does not know: numbers to which it is added may be any of 32 bits. Otherwise LLVM
-computes with small coordinates as pairs of 16 bits, and there ptxas (12.8 and 12.9, for compute capability 9.0) errs:
-where only one half of `add.s16x2` of a register and a constant is used, it adds 0.
+`zero` is `kitsune.kernels.images.ZERO`.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.images import ZERO
 from kitsune.kernels.launch_triton import await_previous, launched
 from kitsune.kernels.pool import NO_GRADIENT
 from kitsune.kernels.tuning import choose
@@ -29,8 +28,6 @@ class Form(NamedTuple):
     block: int
     num_warps: int
 
-
-ZERO = 0  # as an argument, a multiple of 16 to the compiler: addresses stay aligned
 
 _FORMS = (Form(256, 4), Form(128, 1), Form(128, 4), Form(256, 2), Form(512, 4), Form(1024, 4), Form(1024, 8))
 

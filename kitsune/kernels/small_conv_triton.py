@@ -5,7 +5,7 @@ multiplications, and it sees which addresses are adjacent. Pixels of the whole b
 small images share a program. Taps are numbered with the channel as the fastest index where channels are adjacent in
 memory, else as the slowest.
 
-`zero` is 0, unknown to the compiler, for the reason given in `kitsune.kernels.pool_triton`.
+`zero` is `kitsune.kernels.images.ZERO`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kitsune.kernels.images import ZERO
 from kitsune.kernels.launch_triton import await_previous, launched
-from kitsune.kernels.pool_triton import ZERO
 from kitsune.kernels.tuning import choose
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -34,7 +34,7 @@ def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float
     in a CUDA graph: a recording may fail, and even if not, it would take hold of the user's generators
     and of memory, for gaps between kernels that are about the same. Kitsune's own kernels, launched as
     dependents, leave smaller gaps among themselves, as they do in a step that consists of them; beside a
-    library's they leave the usual ones, up to a microsecond more. An operator that makes the host
+    library's they leave the usual ones. An operator that makes the host
     wait cannot be enqueued ahead: its time includes the host's. On the CPU it is wall time, and of
     several blocks the fastest: what else runs there can only add to it.
 

@@ -267,4 +267,4 @@ def test_all_forms_compile_and_fit_a_processor(launch: Callable[[], None]) -> No
     for one in found:
         before = one.ptx.partition("griddepcontrol.wait")[0]
         assert not re.search(r"\b(ld|st|red|atom|cp\.async\S*)\.\S*global", before), one.name
-        assert not re.search(r"\.[su]16x2", one.ptx), one.name  # see `kitsune.kernels.pool_triton`
+        assert not re.search(r"\.[su]16x2", one.ptx), one.name  # see `kitsune.kernels.images.ZERO`

@@ -62,7 +62,7 @@ class Convolutions(NamedTuple):
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
-    module = interpreted("pool_triton", "small_conv_triton")
+    module = interpreted("small_conv_triton")
     module._SUMS_A_PROGRAM = 256  # the interpreter takes its time for each program
     return module
 
@@ -280,7 +280,7 @@ def launch_many_channels() -> None:
 
 @pytest.mark.slow
 def test_does_not_compute_in_pairs() -> None:
-    """Of 16 bits, as LLVM would with these shapes; see `kitsune.kernels.pool_triton`."""
+    """Of 16 bits, as LLVM would with these shapes; see `kitsune.kernels.images.ZERO`."""
     kernels = offline.compiled(launch_many_channels)
     assert kernels
     assert not [kernel.name for kernel in kernels if re.search(r"\.[su]16x2", kernel.ptx)]
