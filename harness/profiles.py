@@ -167,7 +167,7 @@ AS_THE_PROFILE_SAYS = Sampling()
 
 _SHORT: Mapping[DeviceType, Effort] = {
     "cpu": Effort(3, (5, 12), 1.2, 0.05, 0.4, 60.0, 240.0),
-    "cuda": Effort(3, (8, 15), 5.0, 0.04, 1.0, 120.0, 420.0),
+    "cuda": Effort(4, (8, 15), 5.0, 0.04, 1.0, 120.0, 420.0),
 }
 _LONG: Mapping[DeviceType, Effort] = {
     "cpu": Effort(5, (10, 30), 20.0, 0.2, 2.0, 300.0, 1200.0),

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
-from typing import Literal
+from typing import Literal, TypeVar
 
 from harness.timer import BlockTime
+
+T = TypeVar("T")
 
 Ending = Literal["narrow", "turns", "seconds"]
 
@@ -103,10 +105,10 @@ def take_turns(
     return _taken(blocks, throttled, "turns", math.inf)
 
 
-def drawn_orders(names: Sequence[str], rng: random.Random) -> Iterator[list[str]]:
+def drawn_orders(things: Sequence[T], rng: random.Random) -> Iterator[list[T]]:
     """Orders without end: one that is drawn, the same backwards, another one, …."""
     while True:
-        order = rng.sample(names, len(names))
+        order = rng.sample(things, len(things))
         yield order
         yield order[::-1]
 

@@ -34,7 +34,8 @@ _LEAST_GAIN = 0.01
 _LEAST_GAIN_US = 1.5
 
 # A plan slows a loop down by no more than its launch takes longer: where that is less than this share of what a replay
-# gains, paces are not compared, of which other work on the host makes anything.
+# gains, paces are not compared, of which other work on the host makes anything. What a launch takes is the least that
+# was seen, for the same reason.
 _LONGER_LAUNCH = 0.1
 
 # One pace is slower than another if so many of the pairs say so; of 40 steps each, chance alone says so in one of 100.
@@ -67,11 +68,11 @@ class Contest(Generic[E]):
 
     Once opened, each in turn replays some of the user's own steps, and is timed; the best replays all later ones: the
     first one that none of the others is clearly faster than. A replay takes what the device takes for it, or what the
-    host takes to launch it, if that is more. And where the loop as a whole leaves the device idle, none is chosen that
-    slows the loop down: a graph on several streams takes longer to launch, which is lost if nothing waits for the
-    device. The best is made anew, alone, so that no memory of the trials is kept. It is timed again now and then: when
-    it has become much slower than it was, or slower than a step is without replaying, the trials are repeated, and
-    from then on less often.
+    host takes at least to launch it, if that is more. And where the loop as a whole leaves the device idle, none is
+    chosen that slows the loop down: a graph on several streams takes longer to launch, which is lost if nothing waits
+    for the device. The best is made anew, alone, so that no memory of the trials is kept. It is timed again now and
+    then: when it has become much slower than it was, or slower than a step is without replaying, the trials are
+    repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once.
@@ -267,7 +268,7 @@ class Contest(Generic[E]):
 
     def _slows_the_loop(self, place: int, rival: int, times_us: Sequence[float]) -> bool:
         """Whether steps follow each other more slowly than with the rival, which takes longer for a replay."""
-        longer_us = statistics.median(self._launches[place]) - statistics.median(self._launches[rival])
+        longer_us = min(self._launches[place]) - min(self._launches[rival])
         if longer_us <= _LONGER_LAUNCH * (times_us[rival] - times_us[place]):
             return False
         ours, theirs = ([max(pace_us, times_us[one]) for pace_us in self._paces[one]] for one in (place, rival))
@@ -282,8 +283,10 @@ class Contest(Generic[E]):
 
     def _replay_times(self) -> list[float]:
         """For each entrant what a replay takes, as far as it was timed."""
-        both = zip(self._medians(self._samples), self._medians(self._launches), strict=True)
-        return [math.inf if device is None or launch is None else max(device, launch) for device, launch in both]
+        return [
+            math.inf if device_us is None else max(device_us, min(self._launches[place]))
+            for place, device_us in enumerate(self._medians(self._samples))
+        ]
 
     def _keep(self, *places: int) -> None:
         """Releases all entrants but those in `places`."""

@@ -456,6 +456,21 @@ def test_other_work_on_the_host_does_not_hide_what_is_much_faster(monkeypatch: p
     assert race.contest.place == 1
 
 
+def test_a_host_that_is_often_disturbed_does_not_make_a_launch_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it happens, it is disturbed in most launches of the second one and in most of the loop's steps then."""
+    race = Race(79.0, 22.0)
+    launches_us = {"0": 26.0, "1": 26.0}
+    host = Host(race, monkeypatch, launches_us, rest_us=50.0, waits=False)
+    race.open()
+    for step in range(300):
+        is_disturbed = race.contest.winner.name == "1" and step % 5 > 0
+        launches_us["1"] = 60.0 if is_disturbed else 26.0
+        host.rest_us = 150.0 if is_disturbed else 50.0
+        host.run(1)
+    assert not race.contest.trying
+    assert race.contest.place == 1
+
+
 def test_after_drift_the_pace_is_taken_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
     race = Race(10.0, 7.0)
