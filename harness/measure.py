@@ -81,9 +81,10 @@ class ProfileResult:
     """Set-up seconds, peak memory and losses of a variant, and what it says of itself.
 
     ``setup_s`` runs from constructing the optimizer to the end of the first step in the steady state, or of those in
-    the 10 ms after it; imports, moving the model to the device, and the device's own start are not part of it. ``caches`` is "cold" or "warm" for variants
-    that compile, by whether their compilers found anything in their caches; None for others. ``losses`` are
-    (step, loss) pairs, steps counted from 0. ``memory_timeline`` is of one steady step, or says why there is none.
+    the 10 ms after it; imports, moving the model to the device, and the device's own start are not part of it.
+    ``caches`` is "cold" or "warm" for variants that compile, by whether their compilers found anything in their caches;
+    None for others. ``losses`` are (step, loss) pairs, steps counted from 0. ``memory_timeline`` is of one steady step,
+    or says why there is none.
     """
 
     setup_s: float
