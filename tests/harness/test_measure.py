@@ -195,9 +195,7 @@ def test_on_a_gpu_the_host_gets_ahead_first(steps: int, lead_in: int, monkeypatc
     assert lengths == [lead_in]
 
 
-def test_settling_takes_as_many_steps_as_it_takes(
-    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settling_takes_as_many_steps_as_it_takes(log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_LOOK_EVERY_SECONDS", 0.0)
     training = Recorded(prepare(variants.get("eager_fp32"), "mlp", 1, CPU), log, "it", settles_after=7)
     measure.settle(training, lambda training: training.run(1), 60.0)
