@@ -47,7 +47,7 @@ class Config:
             `KitsuneOptimizer` in a loop the backward pass, 1 to 8; what is measured fastest stays, one stream
             included. None: 4 where `mode="auto"` may measure them (without `compile` and `max_memory`), else 1.
         enable_fusion: replace parts of captured steps and calls by fused operators where they are measured
-            to be faster, which takes up to a minute, once. It has an effect with `mode="auto"` (without `compile` and
+            to be faster, which takes a minute or so, once. It has an effect with `mode="auto"` (without `compile` and
             `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in a loop
             fuses the calls of models with one output that has a gradient.
         defer_loss: let `KitsuneOptimizer` follow what a loop does with the model's output, and replay that together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,6 @@ from kitsune.timing import CostCache, device_us
 _CLEARLY_FASTER = 0.97
 
 _SECONDS = 0.1
-
-_TRIAL_SECONDS = 30.0
 
 _NEVER_US = 1e11  # kept for what never works
 
@@ -56,7 +55,7 @@ class Measured:
         limit_s: after so many seconds nothing more is tried; a later judge with the same cache goes on.
     """
 
-    def __init__(self, device: torch.device, cache: CostCache, *, limit_s: float = _TRIAL_SECONDS) -> None:
+    def __init__(self, device: torch.device, cache: CostCache, *, limit_s: float = math.inf) -> None:
         self._device, self._cache = device, cache
         self._deadline = time.monotonic() + limit_s
 

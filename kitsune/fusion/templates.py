@@ -17,7 +17,7 @@ from kitsune.fusion import (
 )
 from kitsune.fusion.engine import Template
 
-TEMPLATES: tuple[Template, ...] = (
+OF_LAYERS: tuple[Template, ...] = (
     batch_norm.forward,
     batch_norm.backward,
     pool.backward,
@@ -37,9 +37,16 @@ TEMPLATES: tuple[Template, ...] = (
     rms_norm.forward,
     linear.forward,
     linear.backward,  # it takes over casts of weights that the forward needs no more
+)
+"""Those with matches in each layer, or in many."""
+
+OF_THE_STEP: tuple[Template, ...] = (
     update.linear,
     update.without_casts,
     casts.parameters,  # those that no kernel does itself
     casts.counters,
     casts.steps,  # and what has become of counters
 )
+"""Those with few matches, for which there must be time left: each of them is about all parameters."""
+
+TEMPLATES = OF_LAYERS + OF_THE_STEP

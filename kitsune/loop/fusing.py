@@ -18,7 +18,7 @@ from kitsune.fusion.engine import FusionEngine
 from kitsune.fusion.judge import Judge, Measured, Verdict, known
 from kitsune.fusion.match import Alone
 from kitsune.fusion.operands import convolutions_allow_tf32
-from kitsune.fusion.templates import TEMPLATES
+from kitsune.fusion.templates import OF_LAYERS, OF_THE_STEP, TEMPLATES
 from kitsune.graph import dataflow
 from kitsune.passes import pipeline
 from kitsune.passes.channels_last import channels_last
@@ -32,6 +32,12 @@ _SILENT_SECONDS = 3.0
 
 # For all layouts; what is not compiled then is compiled when it is tried.
 _COMPILING_SECONDS = 30.0
+
+# For each layout. Large models have more layers than are tried in that time; what is left then is tried in a process
+# to come, with the same cache.
+_SECONDS_FOR_LAYERS = 30.0
+_SECONDS_FOR_THE_STEP = 15.0
+_SECONDS_FOR_REGIONS = 15.0
 
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 
@@ -77,10 +83,15 @@ def _fused(layouts: Sequence[_Layout], device: torch.device) -> list[Rewritten]:
         parts = {key: part for guess in guesses for key, part in guess.parts.items()}
         compile_ahead(list(parts.values()), device, limit_s=_COMPILING_SECONDS, meanwhile=telling.tell)
         for layout, guess in zip(layouts, guesses, strict=True):
-            measured = Measured(device, cache)
-            judge = telling.judge(measured)
-            tried = guess.fused or FusionEngine(TEMPLATES, judge).fuse(layout.module)
-            result, fusions = _with_regions(tried, judge, measured.is_late)
+            tried = guess.fused
+            if tried is None:
+                layers = telling.judge(Measured(device, cache, limit_s=_SECONDS_FOR_LAYERS))
+                module, of_layers = FusionEngine(OF_LAYERS, layers).fuse(layout.module)
+                step = telling.judge(Measured(device, cache, limit_s=_SECONDS_FOR_THE_STEP))
+                module, of_step = FusionEngine(OF_THE_STEP, step).fuse(module)
+                tried = module, (*of_layers, *of_step)
+            regions = Measured(device, cache, limit_s=_SECONDS_FOR_REGIONS)
+            result, fusions = _with_regions(tried, telling.judge(regions), regions.is_late)
             found.append((result, (*layout.done, *fusions)))
     finally:  # an interrupt, perhaps: what is known by now need not be found out again
         note = cache.save()
@@ -130,7 +141,7 @@ class _Telling:
         """To be called now and then."""
         if not self._has_told and time.monotonic() - self._begun > _SILENT_SECONDS:
             self._has_told = True
-            _log.warning("operators of the training step are being fused: trying that out takes up to a minute, once")
+            _log.warning("operators of the training step are being fused: trying that out takes a minute or so, once")
 
     def judge(self, judge: Judge) -> Judge:
         """The same, but that it tells."""

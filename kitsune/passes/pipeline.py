@@ -18,6 +18,7 @@ from kitsune.passes.arrival_counters import arrival_counters
 from kitsune.passes.drop_dead import drop_dead
 from kitsune.passes.in_place import in_place, out_of_place
 from kitsune.passes.native_batch_norm import native_batch_norm
+from kitsune.passes.share_casts import share_casts
 from kitsune.passes.simplify import simplify
 from kitsune.passes.split_backward import split_backward
 from kitsune.passes.split_casts import split_casts
@@ -34,6 +35,8 @@ CLEARING: Passes = (
     ("simplify", simplify),
     ("drop dead", drop_dead),
     ("out of place", out_of_place),
+    ("share casts", share_casts),
+    ("simplify", simplify),
     ("native batch norm", native_batch_norm),
 )
 """The passes after which every node stands for one value, so that operators can be matched and moved by themselves."""

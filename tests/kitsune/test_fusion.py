@@ -48,7 +48,7 @@ def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")  # it is the default
     monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
 
 
@@ -102,7 +102,7 @@ def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: p
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(never))
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(never))
     training = train(rtol=0, atol=0, replays=STEPS - 5)
     (schedule,) = training.status().schedules
     assert not schedule.fused

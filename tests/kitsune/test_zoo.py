@@ -133,7 +133,7 @@ def test_fused_it_trains_as_without_kitsune(name: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     for module in ("whole_step", "step_loop"):
         monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(fusing, "channels_last", lambda module: module)
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: len(contest._makers) - 1)

@@ -41,7 +41,7 @@ def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
     for module in ("split_step", "drop_in"):
         monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(always))
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
 
@@ -82,7 +82,7 @@ def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: p
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_call_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Judge(never))
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(never))
     training = train(rtol=0, atol=0, replays=STEPS - 6)
     assert not training.status().fused
 

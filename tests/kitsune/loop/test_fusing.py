@@ -37,7 +37,7 @@ def test_channels_last_is_tried_where_it_changes_no_precision(
     name: str, half: bool, allow_tf32: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
     found = fusing.rewritten(step(name, half=half).module, torch.device("cpu"))
     used = [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None]
@@ -67,7 +67,7 @@ def test_all_layouts_are_prepared_before_one_is_tried(prepared: list[Alone], mon
             counts.add(len(prepared))
             return super().__call__(alone)
 
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Watching())
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Watching())
     fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert counts == {len(prepared)} != {0}
 
@@ -76,7 +76,7 @@ def test_what_is_known_is_neither_prepared_nor_tried_where_it_is_refused(
     prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusing, "known", lambda *_: Verdict("it is not faster", 1.0, 2.0))
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(Never, "__call__", lambda *_: pytest.fail("tried"))
     monkeypatch.setattr(fusing, "_with_regions", lambda fused, *_: fused)
     found = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
@@ -90,18 +90,44 @@ def test_what_is_known_to_be_used_is_prepared_and_not_tried(
     prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusing, "known", lambda *_: Verdict(None, 2.0, 1.0))
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     found = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert prepared
     used = {fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None}
     assert "linear + relu" in used, "it was tried, and refused"
 
 
+def test_layers_leave_time_for_what_is_about_the_whole_step(
+    prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does the step for regions."""
+
+    class Late(Never):
+        """Has no time for layers, nor for regions."""
+
+        def __init__(self, device: torch.device, cache: object, *, limit_s: float) -> None:
+            self._limit_s = limit_s
+
+        def __call__(self, alone: object) -> Verdict:
+            return Verdict("there was no time left to try it") if self.is_late() else Verdict(None, 2.0, 1.0)
+
+        def is_late(self) -> bool:
+            return self._limit_s != fusing._SECONDS_FOR_THE_STEP
+
+    monkeypatch.setattr(fusing, "_SECONDS_FOR_THE_STEP", 17.0)
+    monkeypatch.setattr(fusing, "Measured", Late)
+    ((_, fusions), *_) = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    used = {fusion.template for fusion in fusions if fusion.refusal is None}
+    late = {fusion.template for fusion in fusions if "no time left" in (fusion.refusal or "")}
+    assert used == {"casts of many inputs", "step counts"}
+    assert {"linear + relu", "region"} <= late
+
+
 def test_it_tells_the_user_while_it_compiles(
     prepared: list[Alone], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fusing, "_SILENT_SECONDS", 0.0)
-    monkeypatch.setattr(fusing, "Measured", lambda device, cache: Never())
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
 
     def compile_and_stop(parts: list[Alone], device: torch.device, **options: object) -> None:
         compile_ahead(parts, device, **options)  # type: ignore[arg-type]
