@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from kitsune.capture.trace import trace
 from kitsune.graph import dataflow
 from kitsune.kernels.adam import adam_
+from kitsune.kernels.grouped_update import linear_adam_, linear_sgd_
 from kitsune.passes.pipeline import problem
 from kitsune.passes.split_update import split_update
 from kitsune.plan import Task, task_graph
@@ -41,7 +42,8 @@ def net_step(name: str, **options: Any) -> TracedStep:
 
 
 def updates(module: fx.GraphModule) -> list[Task]:
-    return [task for task in task_graph(module.graph).tasks if "_fused_" in task.operator or "adam_" in task.operator]
+    wanted = ("_fused_", "adam_", "linear_")
+    return [task for task in task_graph(module.graph).tasks if any(name in task.operator for name in wanted)]
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 8, 100])
@@ -128,6 +130,58 @@ def test_kitsunes_own_update_is_split() -> None:
     written = [{node.name for node in dataflow.written(part)} for part in parts]
     assert written[0].isdisjoint(written[1])
     assert len(written[0] | written[1]) == 9
+
+
+ROWS, OUTPUTS, INPUTS = 7, 4, 5
+BACKWARDS = (2, 0, 3, 1)
+"""The order in which layers' gradients are made."""
+
+
+def of_layers(num_states: int) -> list[Tensor]:
+    """What a step of four layers, two of which have biases, takes: see `in_layers`."""
+    torch.manual_seed(2)
+    rows = [torch.randn(ROWS, cols) for cols in [INPUTS] * 4 + [OUTPUTS] * 4]
+    states = [[torch.rand(OUTPUTS, INPUTS) for _ in range(4)] + [torch.rand(OUTPUTS) for _ in range(2)]]
+    states += [[torch.rand_like(one) for one in states[0]] for _ in range(num_states)]
+    return [*rows, *(one for state in states for one in state), torch.tensor(3.0), torch.tensor(0.1)]
+
+
+def in_layers(update: Callable[..., None], tensors: Sequence[Tensor], num_states: int, **options: Any) -> list[Tensor]:
+    xs, grads = list(tensors[:4]), list(tensors[4:8])
+    made = {layer: grads[layer] * 2 for layer in BACKWARDS}
+    params, *states = (list(tensors[8 + 6 * start : 14 + 6 * start]) for start in range(1 + num_states))
+    others = [[], [tensors[-2]] * 6] if num_states == 2 else []  # Adam's greatest squares and steps
+    update(
+        [made[layer] for layer in range(4)], xs, [0, 1, 2, 3, 1, 2], params, *states, *others,
+        lr=tensors[-1], weight_decay=0.1, maximize=False, **options,
+    )  # fmt: skip
+    return []
+
+
+@pytest.mark.parametrize(
+    ("update", "num_states", "options"),
+    [
+        pytest.param(linear_adam_, 2, {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": True}, id="adam"),
+        pytest.param(linear_sgd_, 1, {"momentum": 0.9, "dampening": 0.0, "nesterov": False}, id="sgd"),
+    ],
+)
+def test_an_update_that_computes_gradients_is_split_by_kinds_of_layers(
+    update: Callable[..., None], num_states: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = of_layers(num_states)
+    module = trace(lambda *all: in_layers(update, all, num_states, **options), inputs)
+    assert len(updates(split_update(module, 2))) == 1, "they are small"
+    monkeypatch.setattr("kitsune.passes.split_update._LEAST_BYTES_OF_LAYERS", 100)
+    split = split_update(module, 2)
+    parts = [node for node in split.graph.nodes if str(node.target).startswith("kitsune.linear_")]
+    places = {node: place - 8 for place, node in enumerate(dataflow.placeholders(split.graph))}
+    assert [[places[param] for param in part.args[3]] for part in parts] == [[2, 0], [3, 1], [4, 5]]
+    assert [list(part.args[2]) for part in parts] == [[0, 1], [0, 1], [0, 1]]
+    assert [[places[x] + 8 for x in part.args[1]] for part in parts] == [[2, 0], [3, 1], [1, 2]]
+    assert problem(module.graph, split.graph) is None
+    copies = [[tensor.clone() for tensor in inputs] for _ in range(2)]
+    assert results(split, copies[0]) == results(module, copies[1])
+    assert not any(torch.equal(copies[0][place], inputs[place]) for place in range(8, 14))
 
 
 def test_no_parts_are_refused() -> None:
