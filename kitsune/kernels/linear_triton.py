@@ -46,7 +46,7 @@ _FORMS = (
     Form(128, 128, 32, 1, 8, 4),
     Form(128, 128, 64, 1, 8, 3),
 )
-_MOST_TILES = 4096
+_MOST_TILES = 1024
 SMALLEST_BLOCK = 16  # of `tl.dot`
 
 
