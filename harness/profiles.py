@@ -170,8 +170,8 @@ _SHORT: Mapping[DeviceType, Effort] = {
     "cuda": Effort(4, (8, 15), 5.0, 0.04, 1.0, 120.0, 420.0),
 }
 _LONG: Mapping[DeviceType, Effort] = {
-    "cpu": Effort(5, (10, 30), 20.0, 0.2, 2.0, 300.0, 1200.0),
-    "cuda": Effort(7, (15, 30), 30.0, 0.08, 2.0, 300.0, 1200.0),
+    "cpu": Effort(6, (10, 30), 20.0, 0.2, 2.0, 300.0, 1200.0),
+    "cuda": Effort(8, (15, 30), 30.0, 0.08, 2.0, 300.0, 1200.0),
 }
 
 _BRIEF: Mapping[DeviceType, Effort] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class Measured:
         limit_s: after so many seconds nothing more is tried; a later judge with the same cache goes on.
     """
 
-    def __init__(self, device: torch.device, cache: CostCache, *, limit_s: float = math.inf) -> None:
+    def __init__(self, device: torch.device, cache: CostCache, *, limit_s: float) -> None:
         self._device, self._cache = device, cache
         self._deadline = time.monotonic() + limit_s
 

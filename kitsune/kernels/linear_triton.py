@@ -46,6 +46,8 @@ _FORMS = (
     Form(128, 128, 32, 1, 8, 4),
     Form(128, 128, 64, 1, 8, 3),
 )
+# With more, tiles are larger where that is possible: a product of that size fills a device with large tiles as well,
+# and each form that is tried takes time to compile. What is left out was not timed.
 _MOST_TILES = 1024
 SMALLEST_BLOCK = 16  # of `tl.dot`
 

@@ -141,7 +141,7 @@ class _Telling:
         """To be called now and then."""
         if not self._has_told and time.monotonic() - self._begun > _SILENT_SECONDS:
             self._has_told = True
-            _log.warning("operators of the training step are being fused: trying that out takes a minute or so, once")
+            _log.warning("operators of the training step are being fused: that takes up to three minutes, once")
 
     def judge(self, judge: Judge) -> Judge:
         """The same, but that it tells."""

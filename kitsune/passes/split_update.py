@@ -23,8 +23,8 @@ _UPDATES = {
 # parameter is of.
 _UPDATES_OF_LAYERS = {"kitsune.linear_adam_.default", "kitsune.linear_sgd_.default"}
 
-# Of parameters, in a part that computes their gradients: where all would be done in a few microseconds, a launch more
-# is no small part of it.
+# Of parameters, in a part that computes their gradients, on average: where all would be done in a few microseconds, a
+# launch more is no small part of it.
 _LEAST_BYTES_OF_LAYERS = 8 << 20
 
 
@@ -32,9 +32,10 @@ def split_update(module: fx.GraphModule, num_parts: int) -> fx.GraphModule:
     """A copy of `module` in which each multi-tensor update is split into `num_parts` calls, or one for each parameter.
 
     Parameters are grouped in the order in which the graph makes their gradients, in groups of about as many bytes.
-    Tensors that all share, like the learning rate, are passed to each call. The results are the same to the bit. An
-    update that computes gradients has a kernel for each kind of layer: parts are of one kind each, of about as many
-    parameters, for which one form of the kernel will do, and at least 8 MiB of them; what is left stays together.
+    Tensors that all share, like the learning rate, are passed to each call. Of given gradients the results are the same
+    to the bit. An update that computes them has a kernel for each kind of layer, whose form is chosen for each part, and
+    may round otherwise: parts are of one kind each, of about as many parameters, so that few forms will do, and of
+    8 MiB or more on average; what is left stays together.
 
     Raises:
         ValueError: `num_parts` is less than 1.

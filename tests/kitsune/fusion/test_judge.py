@@ -52,23 +52,23 @@ def test_what_is_clearly_faster_is_taken(
     before_us: float, after_us: float, taken: bool, cache: CostCache, times: list[float]
 ) -> None:
     times += [before_us, after_us]
-    verdict = Measured(CPU, cache)(DOUBLED)
+    verdict = Measured(CPU, cache, limit_s=60.0)(DOUBLED)
     assert (verdict.refusal is None) == taken
     assert (verdict.before_us, verdict.after_us) == (before_us, after_us)
 
 
 def test_times_are_taken_once(cache: CostCache, times: list[float], tmp_path: Path) -> None:
     times += [10.0, 5.0]
-    first = Measured(CPU, cache)(DOUBLED)
-    assert Measured(CPU, cache)(DOUBLED) == first
+    first = Measured(CPU, cache, limit_s=60.0)(DOUBLED)
+    assert Measured(CPU, cache, limit_s=60.0)(DOUBLED) == first
     cache.save()
-    assert Measured(CPU, CostCache(tmp_path, {"device": "of the test"}))(DOUBLED) == first
+    assert Measured(CPU, CostCache(tmp_path, {"device": "of the test"}), limit_s=60.0)(DOUBLED) == first
     assert times == []
 
 
 def test_when_the_time_is_up_only_what_is_known_is_judged(cache: CostCache, times: list[float]) -> None:
     times += [10.0, 5.0]
-    known = Measured(CPU, cache)(DOUBLED)
+    known = Measured(CPU, cache, limit_s=60.0)(DOUBLED)
     judge = Measured(CPU, cache, limit_s=-1.0)
     assert judge(DOUBLED) == known
     verdict = judge(parts(lambda x: [x.exp() + x.exp()], lambda x: [x.exp() * 2], X))
@@ -109,7 +109,7 @@ def overwriting(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("after", [scaled, not_a_number, overwriting])
 def test_what_differs_is_refused_and_not_tried_again(after: Callable[..., list[Tensor]], cache: CostCache) -> None:
     compared = parts(lambda x: [x.sin() + x.sin()], after, X)
-    verdict = Measured(CPU, cache)(compared)
+    verdict = Measured(CPU, cache, limit_s=60.0)(compared)
     assert "differ" in (verdict.refusal or "")
     assert (verdict.before_us, verdict.after_us) == (None, None)
     assert "before" in (Measured(CPU, cache, limit_s=-1.0)(compared).refusal or "")
@@ -124,7 +124,7 @@ def out_of_resources() -> Exception:
 
 def test_what_differs_is_known_to_other_processes(cache: CostCache, tmp_path: Path) -> None:
     compared = parts(lambda x: [x.sin() + x.sin()], scaled, X)
-    Measured(CPU, cache)(compared)
+    Measured(CPU, cache, limit_s=60.0)(compared)
     cache.save()
     verdict = Measured(CPU, in_another_process(tmp_path), limit_s=-1.0)(compared)
     assert "tried before" in (verdict.refusal or "")
@@ -132,7 +132,7 @@ def test_what_differs_is_known_to_other_processes(cache: CostCache, tmp_path: Pa
 
 def test_what_fails_is_refused_with_its_reason_by_this_process(cache: CostCache, tmp_path: Path) -> None:
     compared = failing(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED\nand more"))
-    assert Measured(CPU, cache)(compared).refusal == "it failed: CUBLAS_STATUS_ALLOC_FAILED"
+    assert Measured(CPU, cache, limit_s=60.0)(compared).refusal == "it failed: CUBLAS_STATUS_ALLOC_FAILED"
     assert Measured(CPU, cache, limit_s=-1.0)(compared).refusal == "it failed: CUBLAS_STATUS_ALLOC_FAILED"
     cache.save()
     verdict = Measured(CPU, in_another_process(tmp_path), limit_s=-1.0)(compared)
@@ -141,7 +141,7 @@ def test_what_fails_is_refused_with_its_reason_by_this_process(cache: CostCache,
 
 def test_what_does_not_compile_is_known_to_other_processes(cache: CostCache, tmp_path: Path) -> None:
     compared = failing(caused(RuntimeError("no form of a kernel works"), out_of_resources()))
-    assert Measured(CPU, cache)(compared).refusal == "it failed: no form of a kernel works"
+    assert Measured(CPU, cache, limit_s=60.0)(compared).refusal == "it failed: no form of a kernel works"
     cache.save()
     verdict = Measured(CPU, in_another_process(tmp_path), limit_s=-1.0)(compared)
     assert "tried before" in (verdict.refusal or "")
@@ -150,11 +150,11 @@ def test_what_does_not_compile_is_known_to_other_processes(cache: CostCache, tmp
 @pytest.mark.parametrize("error", [MEMORY, caused(RuntimeError("Inductor failed"), MEMORY)])
 def test_what_needs_more_memory_is_tried_again(error: Exception, cache: CostCache) -> None:
     compared = failing(error)
-    assert Measured(CPU, cache)(compared).refusal == "there is too little memory to try it"
+    assert Measured(CPU, cache, limit_s=60.0)(compared).refusal == "there is too little memory to try it"
     assert "no time left" in (Measured(CPU, cache, limit_s=-1.0)(compared).refusal or "")
 
 
 def test_the_random_numbers_of_the_user_are_not_touched(cache: CostCache) -> None:
     state = torch.get_rng_state()
-    Measured(CPU, cache)(DOUBLED)
+    Measured(CPU, cache, limit_s=60.0)(DOUBLED)
     assert torch.equal(torch.get_rng_state(), state)

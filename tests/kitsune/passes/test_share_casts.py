@@ -38,8 +38,9 @@ def to_different_types(x: Tensor) -> list[Tensor]:
 
 
 def in_different_layouts(x: Tensor) -> list[Tensor]:
-    one = torch.ops.aten._to_copy(x.t(), dtype=HALF)
-    return [one.cos(), torch.ops.aten._to_copy(x.t(), dtype=HALF, memory_format=torch.contiguous_format).exp()]
+    y = x.t()
+    one = torch.ops.aten._to_copy(y, dtype=HALF)
+    return [one.cos(), torch.ops.aten._to_copy(y, dtype=HALF, memory_format=torch.contiguous_format).exp()]
 
 
 def returned(x: Tensor) -> list[Tensor]:

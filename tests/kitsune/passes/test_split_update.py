@@ -184,6 +184,22 @@ def test_an_update_that_computes_gradients_is_split_by_kinds_of_layers(
     assert not any(torch.equal(copies[0][place], inputs[place]) for place in range(8, 14))
 
 
+def test_layers_with_other_operands_are_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is compiled for strides, too."""
+    inputs = of_layers(1)
+    inputs[3] = torch.randn(ROWS, INPUTS + 2)
+
+    def function(*all: Tensor) -> list[Tensor]:
+        narrow = [*all[:3], all[3][:, :INPUTS], *all[4:]]
+        return in_layers(linear_sgd_, narrow, 1, momentum=0.9, dampening=0.0, nesterov=False)
+
+    monkeypatch.setattr("kitsune.passes.split_update._LEAST_BYTES_OF_LAYERS", 100)
+    split = split_update(trace(function, inputs), 2)
+    parts = [node for node in split.graph.nodes if str(node.target).startswith("kitsune.linear_")]
+    places = {node: place - 8 for place, node in enumerate(dataflow.placeholders(split.graph))}
+    assert [{places[param] for param in part.args[3]} for part in parts][-1] == {3, 4, 5}
+
+
 def test_no_parts_are_refused() -> None:
     with pytest.raises(ValueError, match="num_parts is 0"):
         split_update(trace(lambda x: [x + 1], [torch.ones(2)]), 0)
