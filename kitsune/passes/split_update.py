@@ -33,7 +33,7 @@ def split_update(module: fx.GraphModule, num_parts: int) -> fx.GraphModule:
 
     Parameters are grouped in the order in which the graph makes their gradients, in groups of about as many bytes.
     Tensors that all share, like the learning rate, are passed to each call. Of given gradients the results are the same
-    to the bit. An update that computes them has a kernel for each kind of layer, whose form is chosen for each part, and
+    to the bit. An update that computes them has a kernel for each kind of layer whose form is chosen for each part, and
     may round otherwise: parts are of one kind each, of about as many parameters, so that few forms will do, and of
     8 MiB or more on average; what is left stays together.
 
