@@ -18,7 +18,8 @@ from kitsune.kernels.inductor import INDUCTOR
 from kitsune.kernels.regions import Backend, region_name, region_operator
 from kitsune.passes.regions.extract import Extract, extract
 from kitsune.passes.regions.grouping import Item, grouped
-from kitsune.passes.regions.operators import gains_alone, is_fusible, is_view, launches
+from kitsune.passes.regions.operators import gains_alone, is_fusible, is_pointwise, is_view, launches
+from kitsune.passes.regions.repeats import repeats
 
 __all__ = ["INDUCTOR", "Fused", "Judge", "RefusedRegion", "Region", "fuse_regions"]
 
@@ -83,7 +84,8 @@ def fuse_regions(
     Which operators are fusible see `operators.is_fusible`, and which of them become a region `grouping.grouped`. A
     region has at least two kernels, or one operator that is known to have several. Operators that write in place are
     in none, so that they should be given another form before (`kitsune.passes.in_place`). Views of a region's results
-    stay outside.
+    stay outside. What regions compute again, rather than to read it, see `repeats.repeats`; operators whose results
+    nobody reads then are left to `kitsune.passes.drop_dead`.
 
     Code for all regions is generated and tried out before the pass returns, which takes seconds for each that is
     new; the logger `kitsune` tells of each. Where there is none for a region, its operators stay.
@@ -96,23 +98,28 @@ def fuse_regions(
         judge: asked once for each operator.
     """
     found = operations(module.graph)
-    regions = _regions(module.graph, found.listed)
-    made: dict[_Group, torch._ops.OpOverload] = {}
-    refused: list[RefusedRegion] = []
     codes: dict[str, torch._ops.OpOverload | Refusal] = {}
-    for number, (group, region) in enumerate(regions.items(), 1):
-        names = tuple(found.listed[place].node.name for place in group)
-        name = region_name(region.module, *region.values(), backend)
-        if name not in codes:
-            _log.debug("region %d of %d: %s", number, len(regions), ", ".join(names))
-            codes[name] = _judged(region, backend, judge)
-        code = codes[name]
-        if isinstance(code, Refusal):
-            refused.append(RefusedRegion(names, code))
-        else:
-            made[group] = code
+    dependent: set[_Group] = set()
+    while True:
+        regions, repeating = _regions(module.graph, found.listed, dependent)
+        made: dict[_Group, torch._ops.OpOverload] = {}
+        refused: dict[_Group, RefusedRegion] = {}
+        for number, (group, region) in enumerate(regions.items(), 1):
+            names = tuple(found.listed[place].node.name for place in group)
+            name = region_name(region.module, *region.values(), backend)
+            if name not in codes:
+                _log.debug("region %d of %d: %s", number, len(regions), ", ".join(names))
+                codes[name] = _judged(region, backend, judge)
+            code = codes[name]
+            if isinstance(code, Refusal):
+                refused[group] = RefusedRegion(names, code)
+            else:
+                made[group] = code
+        if repeating.isdisjoint(refused):
+            break
+        dependent |= repeating & refused.keys()  # their operators stay, and read what others have to write then
     rewriting = _Rewriting(module.graph, found, regions, made)
-    return Fused(fx.GraphModule(module, rewriting.graph), rewriting.regions, tuple(refused))
+    return Fused(fx.GraphModule(module, rewriting.graph), rewriting.regions, tuple(refused.values()))
 
 
 def _judged(region: Extract, backend: Backend, judge: Judge) -> torch._ops.OpOverload | Refusal:
@@ -125,7 +132,27 @@ _Group = tuple[int, ...]
 """The positions of operations, ascending."""
 
 
-def _regions(graph: fx.Graph, listed: Sequence[Operation]) -> dict[_Group, Extract]:
+def _regions(
+    graph: fx.Graph, listed: Sequence[Operation], dependent: Collection[_Group]
+) -> tuple[dict[_Group, Extract], set[_Group]]:
+    """The regions, and those that compute again what others do; none of those that are `dependent` does."""
+    regions = _separate(graph, listed)
+    inputs = {group: region.inputs for group, region in regions.items()}
+    found = repeats(listed, inputs, dependent, is_pointwise, _base)
+    region_of = {node: group for group in regions for place in group for node in listed[place].nodes}
+
+    def makes_itself(user: fx.Node, node: fx.Node) -> bool:
+        return _base(node) in found.values.get(region_of.get(user, ()), ())
+
+    for group in regions if found.places else ():
+        members = [listed[place] for place in group]
+        again = {node for place in found.places.get(group, ()) for node in listed[place].nodes}
+        regions[group] = extract(members, is_view, again, makes_itself)
+    return {group: region for group, region in regions.items() if region.outputs}, set(found.places)
+
+
+def _separate(graph: fx.Graph, listed: Sequence[Operation]) -> dict[_Group, Extract]:
+    """The regions, each of which reads what another one computes."""
     regions: dict[_Group, Extract] = {}
     for group in grouped(_items(graph, listed)):
         members = [listed[place] for place in group]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,16 +32,25 @@ class Extract:
         return [node.meta["val"] for node in self.inputs], [node.meta["val"] for node in self.outputs]
 
 
-def extract(operations: Sequence[Operation], is_view: Callable[[fx.Node], bool]) -> Extract:
+def extract(
+    operations: Sequence[Operation],
+    is_view: Callable[[fx.Node], bool],
+    repeated: Collection[fx.Node] = (),
+    makes_itself: Callable[[fx.Node, fx.Node], bool] = lambda user, node: False,
+) -> Extract:
     """The region of `operations`, which are in an order in which they can run.
 
     Views that their operators need are made inside, from the values outside that they are views of, so that two views
     of one value are read as one.
+
+    Args:
+        repeated: nodes of operations outside that it does again.
+        makes_itself: whether a user outside does without a node, which its region makes again.
     """
     nodes = [node for operation in operations for node in operation.nodes]
     inside = set(nodes)
-    outputs, views = _used_outside(nodes, inside, is_view)
-    copying = _Copying(inside, is_view)
+    outputs, views = _used_outside(nodes, inside, is_view, makes_itself)
+    copying = _Copying({*inside, *repeated}, is_view)
     live = _live(nodes, inside)
     for operation in operations:
         if operation.node in live:
@@ -59,12 +68,16 @@ def _live(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _used_outside(
-    nodes: Sequence[fx.Node], inside: set[fx.Node], is_view: Callable[[fx.Node], bool]
+    nodes: Sequence[fx.Node],
+    inside: set[fx.Node],
+    is_view: Callable[[fx.Node], bool],
+    makes_itself: Callable[[fx.Node, fx.Node], bool],
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """Of `nodes`, the values and the views of values that others need."""
     needed = set[fx.Node]()
     for node in reversed(nodes):
-        if any(user not in inside or (user in needed and is_view(user)) for user in node.users):
+        outside = [user for user in node.users if user not in inside and not makes_itself(user, node)]
+        if outside or any(user in needed and is_view(user) for user in node.users):
             needed.add(node)
     single = [node for node in nodes if node in needed and isinstance(node.meta["val"], torch.Tensor)]
     outputs = [node for node in single if not is_view(node)]

@@ -108,6 +108,13 @@ def _is_fusible_operator(target: object, device: torch.device) -> bool:
     return torch.Tag.pointwise in target.tags and packet not in _UNFIT
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a fusible operator computes each element of its result from those at the same place, and little else."""
+    packet = _packet(node)
+    is_tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return packet in _POINTWISE or is_tagged
+
+
 def launches(node: fx.Node) -> bool:
     """Whether a fusible operator runs a kernel, rather than only take memory."""
     return _packet(node) not in _WITHOUT_CONTENT
