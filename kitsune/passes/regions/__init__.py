@@ -138,7 +138,7 @@ def _regions(
     """The regions, and those that compute again what others do; none of those that are `dependent` does."""
     regions = _separate(graph, listed)
     inputs = {group: region.inputs for group, region in regions.items()}
-    found = repeats(listed, inputs, dependent, is_pointwise, _base)
+    found = repeats(graph, listed, inputs, dependent, is_pointwise, _base)
     region_of = {node: group for group in regions for place in group for node in listed[place].nodes}
 
     def makes_itself(user: fx.Node, node: fx.Node) -> bool:

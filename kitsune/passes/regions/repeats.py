@@ -28,6 +28,7 @@ class Repeats:
 
 
 def repeats(
+    graph: fx.Graph,
     listed: Sequence[Operation],
     inputs: Mapping[Group, Sequence[fx.Node]],
     dependent: Collection[Group],
@@ -40,7 +41,7 @@ def repeats(
     one that the activation takes.
 
     Args:
-        listed: the operations.
+        listed: the operations of `graph`.
         inputs: the values that regions read, by region.
         dependent: regions that repeat nothing.
         is_cheap: whether an operator is point-wise.
@@ -48,9 +49,9 @@ def repeats(
     """
     owners = {node: place for place, operation in enumerate(listed) for node in operation.nodes}
     group_of = {place: group for group in inputs for place in group}
-    overwritten = {
-        storage for one in listed for node in dataflow.written(one.node) for storage in dataflow.storages(node)
-    }
+    written = [node for one in listed for node in dataflow.written(one.node)]
+    returned = [node for node in dataflow.outputs(graph) if node is not None]
+    may_change = {storage for node in (*written, *returned) for storage in dataflow.storages(node)}
     places: dict[Group, Sequence[int]] = {}
     values: dict[Group, Collection[fx.Node]] = {}
     for group, taken in inputs.items():
@@ -59,7 +60,7 @@ def repeats(
         found: dict[fx.Node, tuple[set[int], set[fx.Node]]] = {}
         for value in taken:
             made = _made_of(value, listed, owners, group_of, is_cheap, base)
-            if made is not None and not any(overwritten & dataflow.storages(source) for source in made[1]):
+            if made is not None and not any(may_change & dataflow.storages(source) for source in made[1]):
                 found[value] = made
         sources = {source for _, some in found.values() for source in some}.difference(taken)
         own = {node for place in group for node in listed[place].nodes}
@@ -84,7 +85,8 @@ def _made_of(
     """The operations of its region that make a value, and what they make it of.
 
     None if that is not cheap; if what they make it of is made by a region, which may not write it either; or if it is
-    an input of the graph, to which somebody may write between the two, where the graph is divided later.
+    an input of the graph, to which somebody may write between the two, where the graph is divided later. (So may they
+    to a result, which the caller looks for.)
     """
     if owners.get(value) not in group_of:
         return None

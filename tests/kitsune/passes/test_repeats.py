@@ -74,6 +74,14 @@ def of_inputs(x: Tensor, w: Tensor) -> list[Tensor]:
     return [(z * (1 - t * t) * x) @ w]
 
 
+def of_a_result(x: Tensor, w: Tensor) -> list[Tensor]:
+    """To which the caller may write, where the graph is divided before the second region."""
+    a = x @ w
+    t = (a * a * a + a).tanh()
+    z = ((t + 1) * a) @ w
+    return [(z * (1 - t * t) * z) @ w, a.t()]
+
+
 def of_a_region(x: Tensor, w: Tensor) -> list[Tensor]:
     """What the middle one makes follows from what the first one makes and does not write."""
     a = x @ w
@@ -122,7 +130,8 @@ def test_what_others_need_is_written_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "written", "read"), [(of_a_sum, 2, 3), (of_more_values, 1, 2), (of_inputs, 2, 3), (overwritten, 2, 2)]
+    ("function", "written", "read"),
+    [(of_a_sum, 2, 3), (of_more_values, 1, 2), (of_inputs, 2, 3), (of_a_result, 2, 2), (overwritten, 2, 2)],
 )
 def test_what_is_dear_or_may_change_is_read(function: Function, written: int, read: int) -> None:
     (_, num_outputs), (num_inputs, _) = traffic(fused(function))
