@@ -45,10 +45,10 @@ class Config:
             used one are released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, and
             `KitsuneOptimizer` in a loop the backward pass, 1 to 8; what is measured fastest stays, one stream
-            included. None: 4 where `mode="auto"` may measure them (without `compile` and `max_memory`), else 1.
+            included. None: 4 where `mode="auto"` may measure them (without `compile`), else 1.
         enable_fusion: replace parts of captured steps and calls by fused operators where they are measured
             to be faster, which takes up to three minutes, once. It has an effect with `mode="auto"` (without
-            `compile` and `max_memory`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in
+            `compile`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in
             a loop fuses the calls of models with one output that has a gradient.
         defer_loss: let `KitsuneOptimizer` follow what a loop does with the model's output, and replay that together
             with the backward pass where the loop does it again; and with the call, where that can wait. `TrainStep`
@@ -120,7 +120,7 @@ class Config:
 
     def _measures(self) -> bool:
         """Whether plans may be tried."""
-        return self.mode == "auto" and not self.compile and self.max_memory is None
+        return self.mode == "auto" and not self.compile
 
 
 def option_names() -> set[str]:

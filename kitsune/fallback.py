@@ -25,6 +25,11 @@ _PATIENCE_SECONDS = 0.1
 
 _MISSES_UNTIL_PAUSE = 3
 
+# Where replay has lost, both are timed again when eager steps have become this much slower, which is looked at now and
+# then.
+_PROBE_EVERY = 5000
+_DRIFT = 1.2
+
 _FREE_CAPTURES = 4
 _REPLAYS_PER_CAPTURE = 20
 
@@ -34,7 +39,8 @@ class Chooser:
 
     In `"auto"` mode some steps run eagerly and are timed, the next are replayed and timed, and what
     was faster stays; where that is not clear, it is repeated for a while. All of them are the user's
-    own steps, so measuring changes no result. In `"replay"` mode the first step is eager (it
+    own steps, so measuring changes no result. Where eager steps that were faster become slower later, both are
+    timed again. In `"replay"` mode the first step is eager (it
     initialises the optimizer's state) and nothing is timed.
 
     Args:
@@ -52,6 +58,9 @@ class Chooser:
         self._best: dict[Choice, float] = {}
         self._started = self._spent = 0.0
         self._misses = 0
+        self._lost_to: float | None = None  # seconds of an eager step, where replays were measured no faster
+        self._since = 0  # steps that were not probed
+        self._probes: list[float] = []
         self.settled = mode == "eager"
         self._rival: float | None = None
         self.has_lost = False
@@ -64,13 +73,17 @@ class Chooser:
 
     def start(self) -> None:
         """Marks the start of a step."""
-        if self._timing():
+        if self._timing() or self._is_probing():
             self._synchronize()
             self._started = time.perf_counter()
 
     def finish(self, choice: Choice, steps: int = 1) -> None:
         """Marks the end of a step (or of several) that ran as `choice`."""
         if self.settled:
+            if self._is_probing():
+                self._probe(steps)
+            else:
+                self._since += 1
             return
         expected = self.next()
         self._misses = self._misses + 1 if expected != choice else 0
@@ -90,7 +103,7 @@ class Chooser:
 
     def refuse(self, refusal: Refusal) -> None:
         """From now on steps of this signature run eagerly."""
-        self.refusal = refusal
+        self.refusal, self._lost_to = refusal, None
         self.settled = True
 
     def reopen(self, rival: float | None = None) -> None:
@@ -133,6 +146,22 @@ class Chooser:
         # Timing waits for the device, so it pauses while replays fail one after the other.
         return self._auto and not self.settled and self._misses < _MISSES_UNTIL_PAUSE
 
+    def _is_probing(self) -> bool:
+        return self._lost_to is not None and self._since >= _PROBE_EVERY
+
+    def _probe(self, steps: int) -> None:
+        """Times an eager step; the last one of a few tells whether they have become slower."""
+        assert self._lost_to is not None
+        self._synchronize()
+        self._probes.append((time.perf_counter() - self._started) / steps)
+        if len(self._probes) < _SAMPLES:
+            return
+        is_slower = min(self._probes) > _DRIFT * self._lost_to
+        self._probes, self._since = [], 0
+        if is_slower:
+            self.refusal = self._lost_to = None
+            self.reopen()
+
     def _is_clear(self) -> bool:
         if not self._auto or self._spent >= _PATIENCE_SECONDS:
             return True
@@ -145,6 +174,7 @@ class Chooser:
         if self._auto and self._best["replay"] >= self._best["eager"]:
             times = f"{self._best['replay'] * 1e6:.0f} us against {self._best['eager'] * 1e6:.0f} us"
             self.refusal = Refusal(f"replay was measured no faster than eager ({times})")
+            self._lost_to, self._since = self._best["eager"], 0
 
 
 class CaptureBudget:

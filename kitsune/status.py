@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kitsune.memory.pool import PoolStatistics
 from kitsune.plan import Plan
 
 
@@ -65,6 +66,8 @@ class Status:
         not_in_effect: options that were given, but change nothing.
         schedules: those of the captured step, or of a loop's backward pass, that were tried, the simplest first.
         plan: the plan that is in use; None where there is none.
+        memory: what the pool has done that holds the arenas of plans; None where nothing is planned. Most values of
+            most plans lie in the memory of PyTorch's allocator, which `torch.cuda.memory_stats` is about.
     """
 
     mode: str
@@ -82,6 +85,7 @@ class Status:
     not_in_effect: tuple[str, ...] = ()
     schedules: tuple[ScheduleTime, ...] = ()
     plan: Plan | None = None
+    memory: PoolStatistics | None = None
 
     @property
     def gain(self) -> float | None:
@@ -128,6 +132,8 @@ class Status:
         rows.append(("setup", f"{self.setup_seconds:.2f} s" + self._pays_off()))
         rows.append(("graphs", f"{self.graphs} held, {self.replays} replays, {self.fallbacks} fallbacks"))
         rows += [("schedule", str(schedule)) for schedule in self.schedules]
+        if self.memory is not None:
+            rows.append(("arenas", str(self.memory)))
         rows += [("refused", refusal) for refusal in self.refusals]
         return [*rows, *(("not in effect", option) for option in self.not_in_effect)]
 

@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "config": ("errors",),
     "collection": (),
     "bucketing": (),
-    "status": ("plan",),  # values: the loop makes them, the faces hand them out
+    "status": ("plan", "memory"),  # values: the loop makes them, the faces hand them out
     "verification": (),
     "device": (),  # what this machine can do
     "native": (),

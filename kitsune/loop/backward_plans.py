@@ -67,16 +67,22 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def plans(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int, refused: Callable[[Refusal], None]
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    num_streams: int,
+    max_bytes: int | None,
+    refused: Callable[[Refusal], None],
 ) -> tuple[Planned, ...]:
     """Of a backward pass: the plan in order, and others on 2 to `num_streams` streams that are worth a trial.
 
     Args:
         inputs: values that it may have; operators are timed on them.
+        max_bytes: what the values of the others may need at once; None: there is no bound.
     """
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         in_order = planning.in_order(module, inputs[0].device, inputs)
-    return in_order, *planning.others(module, inputs, num_streams=num_streams, fuse=False, refused=refused)
+    others = planning.others(module, inputs, num_streams=num_streams, fuse=False, max_bytes=max_bytes, refused=refused)
+    return in_order, *others
 
 
 def fastest(

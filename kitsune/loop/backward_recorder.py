@@ -21,7 +21,7 @@ from kitsune.graph.values import refresh
 from kitsune.loop import backward_plans
 from kitsune.loop.planned_recording import clear, record_planned
 from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
+from kitsune.loop.recording import Recording, most_live_bytes
 from kitsune.memory.pool import MemoryPool
 from kitsune.status import ScheduleTime
 
@@ -123,7 +123,9 @@ class BackwardRecorder:
         try:
             for place in backward.computed:
                 backward_plans.fill(backward.inputs[place], backward.values[place])
-            planned = backward_plans.plans(backward.module, backward.values, num_streams, self._log.do_without)
+            stable = range(backward.num_saved)
+            bound = most_live_bytes(backward.module, backward.values, stable, self._config)
+            planned = backward_plans.plans(backward.module, backward.values, num_streams, bound, self._log.do_without)
             found = backward_plans.fastest(in_order, planned[1:], record, backward.inputs, self._log.do_without)
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, drivers, too little memory
             kind = type(error).__name__

@@ -44,7 +44,7 @@ def fused_call(
     generator = torch.Generator(device).manual_seed(0)
     tangents = [layout.empty().normal_(generator=generator) for layout in program.tangents]
     inputs = [*(tensor.detach() for tensor in flat), *tangents]
-    found = planning.others(joint, inputs, num_streams=1, fuse=True, refused=refused)
+    found = planning.others(joint, inputs, num_streams=1, fuse=True, max_bytes=None, refused=refused)
     if not found:
         return None
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

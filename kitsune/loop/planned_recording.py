@@ -32,8 +32,16 @@ def record_planned(
     except torch.OutOfMemoryError as error:
         raise RefusedError(Refusal("there is too little device memory for a plan")) from error
     give_back = partial(memory.give, arena)
+    live_bytes = planned.plan.memory.live_bytes
     try:
-        return Recording(planned.module, inputs, lowered=planned.lowered(arena), on_release=give_back, **conditions)
+        return Recording(
+            planned.module,
+            inputs,
+            lowered=planned.lowered(arena),
+            live_bytes=live_bytes,
+            on_release=give_back,
+            **conditions,
+        )
     except BaseException:
         give_back()
         raise

@@ -74,11 +74,13 @@ def others(
     *,
     num_streams: int,
     fuse: bool,
+    max_bytes: int | None,
     refused: Callable[[Refusal], None],
 ) -> tuple[Planned, ...]:
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
     With `fuse` there are those of `module` rewritten, in order; the `challengers` are of the most promising one then.
+    Their values may need `max_bytes` at once, if that is not None.
     Where rewriting fails, `refused` is told why, and the others are of `module`.
     """
     device = inputs[0].device
@@ -93,7 +95,7 @@ def others(
         if num_streams > 1:
             fusions = found[0].plan.fusions if found else ()
             graph = found[0].module if found else module
-            found += [_with_fusions(planned, fusions) for planned in challengers(graph, inputs, num_streams)]
+            found += [_with_fusions(planned, fusions) for planned in challengers(graph, inputs, num_streams, max_bytes)]
         return tuple(found)
 
 
@@ -112,11 +114,14 @@ def _with_fusions(planned: Planned, fusions: tuple[Fusion, ...]) -> Planned:
     return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, fusions=fusions))
 
 
-def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int) -> tuple[Planned, ...]:
+def challengers(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int, max_bytes: int | None = None
+) -> tuple[Planned, ...]:
     """Plans on 2 to `num_streams` streams that the simulation ranks highest, the first ones first.
 
     They are of `module` with its operators split where that makes some of them independent. Their values
-    need at most a fiftieth more memory than in order, if any stream may use what another one left.
+    need at most a fiftieth more memory than in order, if any stream may use what another one left, and at most
+    `max_bytes`, if that is not None.
     Measures what operators cost on the device of `inputs`.
     """
     split = pipeline.run(module, pipeline.splitting(_PARTS))
@@ -124,6 +129,7 @@ def challengers(module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_stre
     costs = measured_costs(split, graph, inputs)
     serial = DataflowScheduler(num_streams=1).schedule(graph, costs)
     bound = int(_MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
+    bound = bound if max_bytes is None else min(bound, max_bytes)
     _, *schedules = DataflowScheduler(num_streams, max_bytes=bound).candidates(graph, costs)
     found = writers(split.graph)
     return tuple(_placed(split, graph, schedule, costs, found) for schedule in schedules)

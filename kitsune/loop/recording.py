@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import gc
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -37,6 +37,7 @@ class Recording:
         log: told when an option cannot be followed.
         warm_up, handout: see `CudaGraph`.
         lowered: what runs in place of `module`, which it computes; Inductor leaves it as it is.
+        live_bytes: what its values need at once, if not what those of `module` do in order.
         on_release: told when the memory that `lowered` uses is free again.
 
     Raises:
@@ -55,6 +56,7 @@ class Recording:
         log: RefusalLog,
         warm_up: Sequence[torch.Tensor] | None = None,
         lowered: Lowered | None = None,
+        live_bytes: int | None = None,
         on_release: Callable[[], None] | None = None,
         in_place: Collection[int] = (),
         handout: Handout | None = None,
@@ -65,7 +67,8 @@ class Recording:
         copied = [position for position in passed if position not in in_place]
         mutated = dataflow.written_inputs(module.graph)
         _refuse_inputs(inputs, passed, mutated, device)
-        _refuse_memory(module, inputs, copied, mutated, config)
+        live = liveness.peak_bytes(module.graph) if live_bytes is None else live_bytes
+        _refuse_memory(live + _copied_bytes(inputs, (*copied, *mutated)), config)
         compile = config.compile
         if compile and (missing := refuse_inductor(device)) is not None:
             log.do_without(missing)
@@ -138,18 +141,23 @@ def _refuse_inputs(
             raise RefusedError(Refusal(f"the step uses tensors on {device} and on {tensor.device}"))
 
 
-def _refuse_memory(
-    module: fx.GraphModule,
-    inputs: Sequence[torch.Tensor],
-    copied: Sequence[int],
-    mutated: dict[int, fx.Node],
-    config: Config,
-) -> None:
+def most_live_bytes(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], stable: Collection[int], config: Config
+) -> int | None:
+    """What the values of a plan for `module` may need at once, recorded for `inputs`; None: there is no bound."""
     if config.max_memory is None:
-        return
-    copies = {position: inputs[position].untyped_storage().nbytes() for position in (*copied, *mutated)}
-    needed = liveness.peak_bytes(module.graph) + sum(copies.values())
-    if needed > config.max_memory:
+        return None
+    copied = [position for position in range(len(inputs)) if position not in stable]
+    return max(0, config.max_memory - _copied_bytes(inputs, (*copied, *dataflow.written_inputs(module.graph))))
+
+
+def _copied_bytes(inputs: Sequence[torch.Tensor], positions: Iterable[int]) -> int:
+    """Bytes of copies of the inputs that are copied in at each replay, or that are written, to warm up on."""
+    return sum(inputs[position].untyped_storage().nbytes() for position in set(positions))
+
+
+def _refuse_memory(needed: int, config: Config) -> None:
+    if config.max_memory is not None and needed > config.max_memory:
         raise RefusedError(
             Refusal(
                 f"capturing needs about {needed / 2**20:.1f} MiB, max_memory allows {config.max_memory / 2**20:.1f}",

@@ -176,6 +176,7 @@ class StepLoop:
             not_in_effect=self._config.not_in_effect(uses_streams=self._uses_streams, can_fuse=self._can_fuse),
             schedules=() if latest is None else latest.schedules(),
             plan=plan,
+            memory=None if plan is None else self._memory.statistics(),
         )
 
     def _verified(

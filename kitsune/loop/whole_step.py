@@ -34,7 +34,7 @@ from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planned_recording import clear, record_planned
 from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
+from kitsune.loop.recording import Recording, most_live_bytes
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import Shortcut, may_try_shortcut, same_tensors
 from kitsune.memory.pool import MemoryPool
@@ -398,6 +398,7 @@ class WholeStep(GuardedStep):
                 inputs,
                 num_streams=self._num_streams(),
                 fuse=self._fuses(),
+                max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
                 refused=self._log.do_without,
             )
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory

@@ -49,6 +49,13 @@ class PoolStatistics:
     high_water_bytes: int
     fragmentation: float
 
+    def __str__(self) -> str:
+        held, used, most = (size / 2**20 for size in (self.held_bytes, self.used_bytes, self.high_water_bytes))
+        return (
+            f"{held:.1f} MiB held, {used:.1f} MiB in use, {most:.1f} MiB at most, fragmentation "
+            f"{self.fragmentation:.0%}, {self.hits} hits, {self.misses} misses"
+        )
+
 
 def class_bytes(num_bytes: int) -> int:
     """The size class of a request: the smallest that holds it.

@@ -171,7 +171,7 @@ def test_options_that_are_not_in_effect() -> None:
     assert Config(defer_loss=True).not_in_effect(uses_streams=False, can_fuse=False, is_loop=True) == ()
 
 
-@pytest.mark.parametrize("options", [{"mode": "replay"}, {"compile": True}, {"max_memory": "1GB"}])
+@pytest.mark.parametrize("options", [{"mode": "replay"}, {"compile": True}])
 def test_where_nothing_is_measured_nothing_is_fused(options: dict[str, Any]) -> None:
     assert Config(enable_fusion=True).fuses()
     assert Config().fuses()
@@ -186,7 +186,6 @@ def test_where_nothing_is_measured_nothing_is_fused(options: dict[str, Any]) -> 
     [
         ({"num_streams": 4, "mode": "replay"}, True),
         ({"num_streams": 4, "compile": True}, True),
-        ({"num_streams": 4, "max_memory": "1GB"}, True),
         ({"num_streams": 1, "mode": "replay"}, False),
         ({"num_streams": None, "mode": "replay"}, False),
     ],

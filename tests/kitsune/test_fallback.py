@@ -100,6 +100,52 @@ def test_auto_keeps_eager_where_replay_is_no_faster(clock: Clock, replay: float)
     assert f"{replay * 1e6:.0f} us against 2000000 us" in reason
 
 
+def lost(clock: Clock) -> Chooser:
+    """One that has settled on eager steps of 2 seconds."""
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 3.0)
+    assert chooser.settled
+    assert chooser.refusal is not None
+    return chooser
+
+
+def test_eager_steps_that_become_slower_are_compared_again(clock: Clock) -> None:
+    chooser = lost(clock)
+    choices = drive(chooser, clock, lambda choice: 4.0 if choice == "eager" else 3.0, steps=2 * fallback._PROBE_EVERY)
+    assert chooser.describe() == ("replay", "replay was measured faster than eager")
+    assert choices.index("replay") < fallback._PROBE_EVERY + 20
+    assert choices[-1] == "replay"
+    assert chooser.eager_seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 2.3])
+def test_eager_steps_that_stay_as_they_were_are_hardly_timed(clock: Clock, seconds: float) -> None:
+    chooser = lost(clock)
+    waits = clock.waits
+    choices = drive(chooser, clock, lambda _: seconds, steps=3 * fallback._PROBE_EVERY)
+    assert set(choices) == {"eager"}
+    assert 0 < clock.waits - waits <= 3 * 2 * 4
+    assert chooser.settled
+
+
+def test_one_disturbed_probe_says_nothing(clock: Clock) -> None:
+    chooser = lost(clock)
+    drive(chooser, clock, lambda _: 2.0, steps=fallback._PROBE_EVERY)
+    taken = iter([9.0, 9.0, 2.0, 9.0])
+    choices = drive(chooser, clock, lambda _: next(taken, 2.0), steps=50)
+    assert set(choices) == {"eager"}
+
+
+def test_a_refusal_is_for_good(clock: Clock) -> None:
+    """A measured loss may pass; what cannot be captured is not tried again because it has become slow."""
+    chooser = lost(clock)
+    chooser.refuse(Refusal("it cannot be captured"))
+    waits = clock.waits
+    choices = drive(chooser, clock, lambda _: 9.0, steps=2 * fallback._PROBE_EVERY)
+    assert set(choices) == {"eager"}
+    assert clock.waits == waits
+
+
 def test_the_first_step_of_each_kind_is_not_counted(clock: Clock) -> None:
     """It initialises libraries, or captures."""
     seen = {"eager": 0, "replay": 0}

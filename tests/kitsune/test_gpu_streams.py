@@ -21,7 +21,7 @@ import kitsune
 import models
 from kitsune.capture.trace import trace
 from kitsune.config import Config
-from kitsune.errors import RefusedError
+from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import PLACES
 from kitsune.execution.in_order import InOrder
@@ -110,9 +110,14 @@ def workload(name: str) -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor
 
 
 class Program:
-    """A captured step with Adam, its plans, and what their recordings share, as those of a loop do."""
+    """A captured step with Adam, its plans, and what their recordings share, as those of a loop do.
 
-    def __init__(self, name: str, *, amp: bool) -> None:
+    Args:
+        fused: the plans are those that users get: of the fused graph, by measured costs, placed as is found best.
+            Else they are of the graph as it was captured, and the same in each run.
+    """
+
+    def __init__(self, name: str, *, amp: bool, fused: bool = False) -> None:
         module, loss_fn, batches = workload(name)
         if amp:
             module, loss_fn = Autocast(module), Autocast(loss_fn)
@@ -122,13 +127,33 @@ class Program:
         self._stable = set(range(len(self._step.inputs))) - set(places)
         self.streams, self._memory = StreamPool(), MemoryPool()
         self._graphs = GraphPool(self.streams)
-        with pytest.MonkeyPatch.context() as patch:  # else the plans would differ from run to run
+        found = self._users_plans() if fused else self._repeatable_plans()
+        strategies = {planned.plan.schedule.strategy for planned in found}
+        self.plans = [_widest(found, strategy) for strategy in ("list", "chains") if strategy in strategies]
+        self.in_order = one_after_another(self.plans[0])
+
+    def _repeatable_plans(self) -> Sequence[Planned]:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planning, "measured_costs", costs_of_a_gpu)
             # All that can be placed in an arena is: it is what races would damage first.
             patch.setattr(planning, "pooled_bytes", lambda graph, _: sum(value.num_bytes for value in graph.values))
-            found = planning.challengers(self._step.module, self._step.inputs, NUM_STREAMS)
-        self.plans = [_widest(found, strategy) for strategy in ("list", "chains")]
-        self.in_order = one_after_another(self.plans[0])
+            return planning.challengers(self._step.module, self._step.inputs, NUM_STREAMS)
+
+    def _users_plans(self) -> Sequence[Planned]:
+        refusals: list[Refusal] = []
+        found = planning.others(
+            self._step.module,
+            self._step.inputs,
+            num_streams=NUM_STREAMS,
+            fuse=True,
+            max_bytes=None,
+            refused=refusals.append,
+        )
+        assert not refusals
+        plans = [planned for planned in found if planned.plan.schedule.num_streams > 1]
+        assert plans
+        assert all(planned.plan.is_fused for planned in plans)
+        return plans
 
     @contextmanager
     def lowered(self, planned: Planned) -> Iterator[Lowered]:
@@ -239,6 +264,23 @@ def test_no_delay_changes_what_a_thousand_replays_leave_behind(
             assert first_difference(found, expected) is None, f"{planned.plan.schedule.strategy}, delays {seed}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+def test_no_delay_changes_what_a_thousand_replays_of_fused_plans_leave_behind(
+    name: str, amp: bool, programs: Callable[..., Program]
+) -> None:
+    program = programs(name, amp=amp, fused=True)
+    num_steps = REPLAYS // PLACEMENTS
+    expected = program.replay(program.in_order, num_steps, no_delays)
+    again = program.replay(program.in_order, num_steps, no_delays)
+    assert first_difference(again, expected) is None, "on one stream already: an operator is not deterministic"
+    for planned in program.plans:
+        for seed in range(PLACEMENTS):
+            found = program.replay(planned, num_steps, functools.partial(random_delays, seed=seed))
+            assert first_difference(found, expected) is None, f"{planned.plan.schedule.strategy}, delays {seed}"
+
+
 def test_a_wait_that_is_left_out_is_seen(programs: Callable[..., Program]) -> None:
     """What a delayed task writes is read too early then: so these tests would see a race."""
     program = programs("mlp", amp=False)
@@ -325,6 +367,25 @@ def test_a_thousand_steps_allocate_nothing_but_rows_for_their_losses() -> None:
     assert step.status().replays == replays + 1000
     assert after["allocation.all.allocated"] - before["allocation.all.allocated"] <= 1000 // PLACES + 1
     assert {**after, "allocation.all.allocated": None} == {**before, "allocation.all.allocated": None}
+
+
+def test_shapes_of_one_step_share_the_memory_of_their_graphs() -> None:
+    """Those of smaller batches need little beside the largest one's: their inputs."""
+
+    def reserved(*sizes: int) -> int:
+        layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+        model = nn.Sequential(*layers).to(CUDA)
+        before = at_rest()[1]
+        step = kitsune.TrainStep(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), mode="replay")
+        for size in sizes * 3:
+            step(*torch.randn(2, size, 1024, device=CUDA))
+        assert step.status().graphs == len(sizes), str(step.status())
+        return at_rest()[1] - before
+
+    reserved(4096)  # libraries load
+    alone, smaller = reserved(4096), reserved(3072)
+    together = reserved(4096, 3072, 2048)
+    assert together - alone < smaller / 2
 
 
 def test_a_hundred_captures_leave_no_memory_behind(programs: Callable[..., Program]) -> None:

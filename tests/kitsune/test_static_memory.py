@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from kitsune.loop.recording import Recording
 from tests.kitsune import static_memory
 from tests.kitsune.loops import LOOPS
 from tests.kitsune.test_step import by_hand
@@ -46,6 +47,22 @@ def test_shapes_that_alternate(form: str) -> None:
         form, everything_and_adam, steps=18, replays=8, batches=lambda index: batch(index, size=4 + index % 3)
     )
     assert training.status().graphs == 3
+
+
+def test_graphs_of_all_shapes_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[object] = []
+    record = Recording.__init__
+
+    def noted(self: Recording, *arguments: Any, **options: Any) -> None:
+        pools.append(options["pool"])
+        record(self, *arguments, **options)
+
+    monkeypatch.setattr(Recording, "__init__", noted)
+    training = compare(
+        "train_step", everything_and_adam, steps=18, replays=8, batches=lambda index: batch(index, size=4 + index % 3)
+    )
+    assert training.status().graphs == len(pools) == 3
+    assert len(set(map(id, pools))) == 1
 
 
 @pytest.mark.parametrize("form", FORMS)

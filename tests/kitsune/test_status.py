@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from torch import Tensor
 
+from kitsune.memory.pool import PoolStatistics
 from kitsune.status import Status
 from tests.kitsune.training import FORMS, Net, Training, adam, net_and_adam
 
@@ -26,6 +27,7 @@ FULL = Status(
     fallbacks=3,
     refusals=("the first", "the second"),
     not_in_effect=("num_streams",),
+    memory=PoolStatistics(3, 2, 3 * 2**20, 2**21, 2**22, 0.25),
 )
 
 
@@ -46,6 +48,7 @@ def test_the_dictionary_survives_json() -> None:
     assert set(values) == {field.name for field in dataclasses.fields(Status)} | {"gain", "break_even_steps"}
     assert values["covered"] == ["forward", "loss", "backward", "update"]
     assert values["gain"] == FULL.gain
+    assert values["memory"]["high_water_bytes"] == 2**22
 
 
 @pytest.mark.support("Speed", "set-up time, gain and break-even steps are reported", "replayed")
@@ -60,6 +63,7 @@ def test_the_text() -> None:
             "  replayed step  500 us, gain 4.00x",
             "  setup          1.50 s, pays off after 1001 steps",
             "  graphs         2 held, 40 replays, 3 fallbacks",
+            "  arenas         3.0 MiB held, 2.0 MiB in use, 4.0 MiB at most, fragmentation 25%, 3 hits, 2 misses",
             "  refused        the first",
             "  refused        the second",
             "  not in effect  num_streams",

@@ -73,7 +73,7 @@ def train(make: Callable[[nn.Module], torch.optim.Optimizer] = adam, **options: 
 def test_streams_are_the_default_where_they_can_be_measured() -> None:
     assert kitsune.Config().max_streams() == 4
     assert kitsune.Config(mode="replay").max_streams() == 1
-    assert kitsune.Config(max_memory="1GB", num_streams=8).max_streams() == 1
+    assert kitsune.Config(max_memory="1GB", num_streams=8).max_streams() == 8
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -113,7 +113,7 @@ def test_plans_on_several_streams_are_tried() -> None:
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize(
     ("options", "replays"),
-    [({"num_streams": 1}, 35), ({"max_memory": "1GB"}, 35), ({"mode": "replay", "num_streams": 4}, 39)],
+    [({"num_streams": 1}, 35), ({"mode": "replay", "num_streams": 4}, 39)],
 )
 def test_one_stream_is_planned_and_nothing_tried(options: dict[str, Any], replays: int) -> None:
     training = compare("train_step", build(adam), steps=40, replays=replays, **{"mode": "auto", **options})
@@ -124,6 +124,14 @@ def test_one_stream_is_planned_and_nothing_tried(options: dict[str, Any], replay
         None,
         True,
     )
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_plans_are_tried_within_the_memory_that_the_user_allows() -> None:
+    status = train(max_memory="1GB").status()
+    assert {schedule.strategy for schedule in status.schedules[1:]} == {"chains", "list"}
+    assert all(schedule.measured_us is not None for schedule in status.schedules)
+    assert status.refusals == status.not_in_effect == ()
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -334,6 +342,11 @@ def test_plans_of_the_three_models() -> None:
             assert enforces(graph, schedule, schedule.waits)
             assert redundant(schedule) == []
             assert kitsune.Plan.from_json(planned.plan.to_json()) == planned.plan
+        bound = min(planned.plan.memory.live_bytes for planned in challengers)
+        bounded = planning.challengers(module, inputs, NUM_STREAMS, bound)
+        assert bounded, name
+        assert all(planned.plan.memory.live_bytes <= bound for planned in bounded)
+        assert planning.challengers(module, inputs, NUM_STREAMS, 0) == ()
 
 
 @pytest.mark.usefixtures("replay_is_faster")

@@ -159,7 +159,7 @@ def test_the_measured_time_decides(device: str) -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-@pytest.mark.parametrize("options", [{"num_streams": 1}, {"max_memory": "1GB"}, {"mode": "replay"}])
+@pytest.mark.parametrize("options", [{"num_streams": 1}, {"mode": "replay"}])
 def test_on_one_stream_nothing_is_tried(options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_plans, "plans", lambda *_: pytest.fail("planned"))
     replays = STEPS - (2 if options.get("mode") == "replay" else EAGER)

@@ -73,7 +73,7 @@ def test_a_loop_is_fused(device: str) -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-@pytest.mark.parametrize("options", [{"enable_fusion": False}, {"max_memory": "1GB"}, {"mode": "replay"}])
+@pytest.mark.parametrize("options", [{"enable_fusion": False}, {"mode": "replay"}])
 def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_step, "fused_call", lambda *_: pytest.fail("rewritten"))
     training = train(replays=STEPS - 6, rtol=0, atol=0, **options)

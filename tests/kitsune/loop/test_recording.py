@@ -13,7 +13,7 @@ from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.graph import liveness
-from kitsune.loop.recording import Recording
+from kitsune.loop.recording import Recording, most_live_bytes
 
 
 def record(inputs: list[Tensor], *, stable: set[int], writes: bool = True, **options: object) -> Recording:
@@ -83,6 +83,22 @@ def test_the_bound_on_memory_counts_copies_and_intermediates(writes: bool) -> No
     record(inputs, stable={1}, writes=writes, max_memory=need)
     with pytest.raises(RefusedError, match="max_memory allows"):
         record(inputs, stable={1}, writes=writes, max_memory=need - 1)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_a_plan_may_need_is_what_copies_leave(writes: bool) -> None:
+    """At the bound a plan with these values is recorded; one with a byte more is not."""
+    inputs = pair()
+    module = trace(lambda x, weight: [x @ (weight.mul_(2) if writes else weight)], inputs)
+    config = Config(max_memory=1000)
+    most = most_live_bytes(module, inputs, {1}, config)
+    assert most == 1000 - 64 * (2 if writes else 1)
+    assert most_live_bytes(module, inputs, {1}, Config()) is None
+    assert most_live_bytes(module, inputs, {1}, Config(max_memory=10)) == 0
+    conditions = {"stable": {1}, "config": config, "pool": GraphPool(StreamPool()), "log": RefusalLog("it")}
+    Recording(module, inputs, live_bytes=most, **conditions)
+    with pytest.raises(RefusedError, match="max_memory allows"):
+        Recording(module, inputs, live_bytes=most + 1, **conditions)
 
 
 def test_the_bound_names_both_amounts() -> None:
