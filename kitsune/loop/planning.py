@@ -29,7 +29,7 @@ _PARTS = 4
 # What concurrency may cost in memory, as a multiple of what the graph needs in order. With 1.05 plans are not
 # predicted to be faster, and float32 steps, which fusing makes a little larger, needed 1.07 times what they need as
 # captured.
-_MEMORY_FACTOR = 1.02
+MEMORY_FACTOR = 1.02
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def challengers(
     graph = task_graph(split.graph)
     costs = measured_costs(split, graph, inputs)
     serial = DataflowScheduler(num_streams=1).schedule(graph, costs)
-    bound = int(_MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
+    bound = int(MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
     bound = bound if max_bytes is None else min(bound, max_bytes)
     _, *schedules = DataflowScheduler(num_streams, max_bytes=bound).candidates(graph, costs)
     found = writers(split.graph)

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.stream_attempts measure --model resnet18 --batch 128 --precision amp attempts.json
     python -m tests.benchmarks.stream_attempts show attempts.json
 
-The first attempt, the captured graph in order on one stream, is what the others are compared with. Every round is a
-fresh process, as in the harness.
+The first attempt, the step in order on one stream, is what the others are compared with. The step is fused first, as
+users have it; with `--unfused` it is as it was captured. Every round is a fresh process, as in the harness.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from torch import fx
 
 import kitsune
 import models
-from harness import environment, stats
-from kitsune.errors import RefusedError
+from harness import environment, revisions, stats
+from kitsune.errors import Refusal, RefusedError
 from kitsune.execution import stream_pool
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.placing import only, writers
 from kitsune.execution.stream_pool import StreamPool
+from kitsune.loop import planning
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.memory.planner import plan_memory
@@ -94,11 +95,13 @@ def attempts() -> tuple[Attempt, ...]:
     whole: pipeline.Passes = ()
     split = pipeline.splitting(4)
 
-    def listing(num_streams: int, factor: float | None = 1.05) -> Callable[[TaskGraph, Costs], Schedule]:
+    def listing(
+        num_streams: int, factor: float | None = planning.MEMORY_FACTOR
+    ) -> Callable[[TaskGraph, Costs], Schedule]:
         return partial(_schedule, "list", num_streams, factor)
 
     def chains(num_streams: int) -> Callable[[TaskGraph, Costs], Schedule]:
-        return partial(_schedule, "chains", num_streams, 1.05)
+        return partial(_schedule, "chains", num_streams, planning.MEMORY_FACTOR)
 
     return (
         Attempt("in order", whole, partial(_schedule, "in order", 1, None)),
@@ -139,7 +142,8 @@ def _schedule(strategy: Any, num_streams: int, factor: float | None, graph: Task
 def _beside(num_streams: int, graph: TaskGraph, costs: Costs) -> Schedule:
     """By costs that let a compute-bound task run beside a memory-bound one, and neither beside its like."""
     changed = tuple(_exclusive(cost) for cost in costs.tasks)
-    return _schedule("list", num_streams, 1.05, graph, dataclasses.replace(costs, tasks=changed))
+    changed_costs = dataclasses.replace(costs, tasks=changed)
+    return _schedule("list", num_streams, planning.MEMORY_FACTOR, graph, changed_costs)
 
 
 def _exclusive(cost: Cost) -> Cost:
@@ -170,6 +174,21 @@ def capture(model: str, batch: int, precision: str, device: str = "cuda") -> Cap
         for x, y in batches:
             step(x, y)
     return caught[0]
+
+
+def fused(captured: Captured) -> Captured:
+    """The step with its operators fused, as `TrainStep` has it.
+
+    Raises:
+        RuntimeError: it cannot be, or nothing in it is worth it.
+    """
+    refusals: list[Refusal] = []
+    found = planning.others(
+        captured.module, captured.inputs, num_streams=1, fuse=True, max_bytes=None, refused=refusals.append
+    )
+    if not found:
+        raise RuntimeError(f"the step was not fused: {', '.join(map(str, refusals)) or 'nothing in it is worth it'}")
+    return dataclasses.replace(captured, module=found[0].module)
 
 
 def plan(captured: Captured, attempt: Attempt) -> Planned:
@@ -229,11 +248,13 @@ def _block_us(recording: Recording, inputs: Sequence[torch.Tensor], replays: int
     return start.elapsed_time(end) * 1e3 / replays
 
 
-def measure(model: str, batch: int, precision: str) -> list[Times]:
+def measure(model: str, batch: int, precision: str, *, fuse: bool) -> list[Times]:
     """One round: all attempts that can be recorded, in turns."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = 0
     captured = capture(model, batch, precision)
+    if fuse:
+        captured = fused(captured)
     arenas = MemoryPool()
     with ExitStack() as stack:
         kept: list[tuple[Attempt, Plan, Recording]] = []
@@ -293,6 +314,7 @@ def main() -> None:
     measuring.add_argument("--batch", type=int, default=128)
     measuring.add_argument("--precision", choices=("fp32", "amp"), default="amp")
     measuring.add_argument("--rounds", type=int, default=3, help="fresh processes (default: 3)")
+    measuring.add_argument("--unfused", action="store_true", help="the step as it was captured, not fused")
     measuring.add_argument("file", type=Path, help="where the times are written, as JSON")
     measuring.set_defaults(run=_measure)
     showing = commands.add_parser("show", help="print measured attempts as a Markdown table")
@@ -305,15 +327,19 @@ def main() -> None:
 def _measure(given: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("streams are a matter of GPUs, and there is no CUDA device here")
+    (commit,) = revisions.commits_of("HEAD", Path.cwd())
     rounds = []
     for number in range(given.rounds):
         print(f"round {number + 1} of {given.rounds}", flush=True)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            rounds.append(process.submit(measure, given.model, given.batch, given.precision).result())
+            task = partial(measure, given.model, given.batch, given.precision, fuse=not given.unfused)
+            rounds.append(process.submit(task).result())
     document = {
         "model": given.model,
         "batch": given.batch,
         "precision": given.precision,
+        "fused": not given.unfused,
+        "commit": commit,
         "facts": dict(environment.facts()),
         "rounds": [[dataclasses.asdict(entry) for entry in entries] for entries in rounds],
     }
