@@ -54,6 +54,9 @@ class Config:
             with the backward pass where the loop does it again; and with the call, where that can wait. `TrainStep`
             replays the loss anyway. Off by default: the loop gets tensors of subclasses, and not everything that may be
             done with them is as without.
+        cuda_graphs: record what is captured as CUDA graphs. Without, the host issues its operators one by one at every
+            step, on as many streams as were planned: slower, but tools that look at operators see them. It makes no
+            difference on other devices.
         verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
             from the same state, which takes several times as long. What PyTorch does stands; after a difference that
             rounding does not explain, steps like that one run eagerly.
@@ -68,6 +71,7 @@ class Config:
     num_streams: int | None = None
     enable_fusion: bool | None = None
     defer_loss: bool = False
+    cuda_graphs: bool = True
     verify: int = 0
 
     def __post_init__(self) -> None:
@@ -207,5 +211,6 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "num_streams": lambda name, value: None if value is None else _whole(name, value, 1, 8),
     "enable_fusion": _optional_flag,
     "defer_loss": _flag,
+    "cuda_graphs": _flag,
     "verify": lambda name, value: _whole(name, value, 0, None),
 }

@@ -18,6 +18,7 @@ from kitsune.execution.handout import Handout
 from kitsune.execution.in_order import InOrder, Outputs
 from kitsune.execution.lanes import lanes_for
 from kitsune.execution.lower import Lowered
+from kitsune.execution.on_streams import OnStreams
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow, liveness
 from kitsune.native.facts import Fact, attribute, result
@@ -32,7 +33,7 @@ class Recording:
         stable: positions of inputs that stay the same tensors from call to call (parameters,
             buffers, optimizer state); a replay uses them in place. All others are copied in, but for those
         in_place: positions of inputs that are used in place too, whose tensors may be others at the same addresses.
-        config: `max_memory` and `compile` apply.
+        config: `max_memory`, `compile` and `cuda_graphs` apply.
         pool: the memory pool, on a CUDA device.
         log: told when an option cannot be followed.
         warm_up, handout: see `CudaGraph`.
@@ -78,13 +79,15 @@ class Recording:
         self._ids = list(map(id, self._tensors))
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._trained = [tensor.requires_grad for tensor in self._tensors]
-        self.executor: InOrder | CudaGraph
+        self.executor: InOrder | OnStreams | CudaGraph
         if lowered is None:
             run = InOrder(module, compile=compile)
         else:
             run = InOrder(lowered.module, lanes=lanes_for(lowered.num_streams, pool.streams, device))
-        if device.type != "cuda":
+        if device.type != "cuda" or not config.cuda_graphs:
             self.executor = run
+            if device.type == "cuda" and lowered is not None and lowered.num_streams > 1:
+                self.executor = OnStreams(lowered, pool.streams, device)
             return
         try:
             self.executor = CudaGraph(

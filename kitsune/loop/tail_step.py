@@ -155,7 +155,7 @@ class TailStep:
             wanted = sorted({*outputs, *wanted})
         program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat)
         device = inputs[0].device
-        gives = device.type == "cuda" and program.results[:1] == (tail.root,)
+        gives = device.type == "cuda" and self._config.cuda_graphs and program.results[:1] == (tail.root,)
         recording = Recording(
             program.module,
             inputs,

@@ -299,7 +299,7 @@ class WholeStep(GuardedStep):
         program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
         inputs = [*flat, *program.state]
         device = inputs[0].device
-        self._handout = handout(device) if device.type == "cuda" else None
+        self._handout = handout(device) if device.type == "cuda" and self._config.cuda_graphs else None
         self._contest = Contest(
             self._maker(program, partial(Recording, program.module, **self._conditions(program))),
             inputs,

@@ -327,7 +327,7 @@ def main() -> None:
 def _measure(given: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("streams are a matter of GPUs, and there is no CUDA device here")
-    (commit,) = revisions.commits_of("HEAD", Path.cwd())
+    commit = next(iter(revisions.commits_of("HEAD", Path.cwd())), None)
     rounds = []
     for number in range(given.rounds):
         print(f"round {number + 1} of {given.rounds}", flush=True)

@@ -46,6 +46,7 @@ def test_it_is_frozen() -> None:
         ("amp_dtype", torch.float16, torch.float16),
         ("amp_dtype", "bfloat16", torch.bfloat16),
         ("compile", True, True),
+        ("cuda_graphs", "0", False),
         ("max_memory", 4096, 4096),
         ("max_memory", "4096", 4096),
         ("max_memory", "2GB", 2 * 2**30),

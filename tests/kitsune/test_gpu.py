@@ -117,6 +117,12 @@ def test_training(form: str, make: Callable[[nn.Module], torch.optim.Optimizer],
     assert training.status().refusals == ()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_without_cuda_graphs_operators_are_issued_one_by_one(form: str) -> None:
+    training = compare(form, building(lambda: Net(batch_norm=True, dropout=0.3)), steps=10, cuda_graphs=False)
+    assert training.status().executor == "in order"
+
+
 @pytest.mark.support("Random numbers", "dropout draws another mask at each step", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_masks_differ_from_replay_to_replay(form: str) -> None:

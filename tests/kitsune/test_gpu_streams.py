@@ -345,6 +345,31 @@ def _streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("replay_is_faster", "_streams_win")
+def test_without_cuda_graphs_plans_run_on_live_streams() -> None:
+    """They train as the same plan in a CUDA graph does."""
+    states, losses = [], []
+    for cuda_graphs in (True, False):
+        torch.manual_seed(0)
+        module, loss_fn, batches = workload("lenet")
+        optimizer = torch.optim.Adam(module.parameters(), fused=True)
+        step = kitsune.TrainStep(
+            module, loss_fn, optimizer, mode="auto", num_streams=NUM_STREAMS, cuda_graphs=cuda_graphs,
+            enable_fusion=False,
+        )  # fmt: skip
+        losses.append([step(*batches[index % NUM_BATCHES]) for index in range(300)])
+        status = step.status()
+        assert status.executor == ("cuda graph" if cuda_graphs else "streams"), str(status)
+        plan = step.plan()
+        assert plan is not None
+        assert plan.schedule.num_streams > 1
+        states.append(module.state_dict())
+    recorded, live = losses
+    assert torch.allclose(torch.stack(live), torch.stack(recorded), rtol=1e-3, atol=1e-4)
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.usefixtures("replay_is_faster", "_streams_win")
 def test_a_thousand_steps_allocate_nothing_but_rows_for_their_losses() -> None:
     module, loss_fn, batches = workload("lenet")
     x, y = batches[0]
