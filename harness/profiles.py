@@ -181,9 +181,15 @@ _BRIEF: Mapping[DeviceType, Effort] = {
 
 _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
     "cpu": ("eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"),
-    "cuda": ("eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"),
+    "cuda": (
+        "eager_amp",
+        "handcaptured_amp",
+        "handcaptured_compile_amp",
+        "kitsune_trainstep_one_stream_amp",
+        "kitsune_trainstep_amp",
+    ),
 }
-"""What is measured over batch sizes: eager, Kitsune, and on CUDA one peer and what several streams gain."""
+"""What is measured over batch sizes: eager, Kitsune, and on CUDA the fastest peers and what several streams gain."""
 
 _EARLIER = tuple(
     f"{form}_{precision}"

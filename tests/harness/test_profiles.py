@@ -78,7 +78,13 @@ def test_the_quick_profile_has_the_default_sizes_alone(device_type: profiles.Dev
 
 SWEEP = {
     "cpu": {"eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"},
-    "cuda": {"eager_amp", "handcaptured_amp", "kitsune_trainstep_one_stream_amp", "kitsune_trainstep_amp"},
+    "cuda": {
+        "eager_amp",
+        "handcaptured_amp",
+        "handcaptured_compile_amp",
+        "kitsune_trainstep_one_stream_amp",
+        "kitsune_trainstep_amp",
+    },
 }
 
 

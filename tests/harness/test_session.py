@@ -305,7 +305,13 @@ def test_before_head_a_gpu_s_quick_profile_times_peers_without_profiling_them(
     assert not entry["setup_s"]
 
 
-SWEEP = ["eager_amp", "handcaptured_amp", "kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp"]
+SWEEP = [
+    "eager_amp",
+    "handcaptured_amp",
+    "handcaptured_compile_amp",
+    "kitsune_trainstep_amp",
+    "kitsune_trainstep_one_stream_amp",
+]
 
 
 def test_the_sweep_times_all_batch_sizes_without_profiles(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
