@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +18,11 @@ from kitsune.errors import ConfigError
 
 Mode = Literal["auto", "replay", "eager"]
 
+_log = logging.getLogger("kitsune")
+
 _DEFAULT_STREAMS = 4
 _AMP_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_PREFIX, _CACHE_VARIABLE = "KITSUNE_", "KITSUNE_CACHE_DIR"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -138,7 +143,7 @@ def cache_dir() -> Path | None:
     `KITSUNE_CACHE_DIR`, else `kitsune` in the user's cache directory: `XDG_CACHE_HOME`, which counts
     only if it is absolute, as its specification says, else `~/.cache`.
     """
-    given, base = os.environ.get("KITSUNE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    given, base = os.environ.get(_CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
     try:
         if given:
             return Path(given).expanduser()
@@ -148,12 +153,20 @@ def cache_dir() -> Path | None:
 
 
 def _environment() -> dict[str, str]:
+    options = {f"{_PREFIX}{name.upper()}": name for name in option_names()}
     values = {}
-    for name in option_names():
-        variable = f"KITSUNE_{name.upper()}"
-        if os.environ.get(variable):
-            values[name] = os.environ[variable]
+    for variable, value in os.environ.items():
+        if variable in options and value:
+            values[options[variable]] = value
+        elif variable.startswith(_PREFIX) and variable not in (*options, _CACHE_VARIABLE):
+            _tell_of_unknown(variable, ", ".join(sorted((*options, _CACHE_VARIABLE))))
     return values
+
+
+@cache
+def _tell_of_unknown(variable: str, known: str) -> None:
+    """Once for each variable: it may be another program's."""
+    _log.warning("the environment variable %s is no option of Kitsune, which reads %s", variable, known)
 
 
 def _mode(name: str, value: object) -> Mode:

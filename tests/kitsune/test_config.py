@@ -143,6 +143,18 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config.from_options({}).mode == "eager"
 
 
+def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("KITSUNE_ENABLE_FUSON", "0")
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", "/nowhere")
+    monkeypatch.setenv("KITSUNE_MODE", "")
+    monkeypatch.setenv("OTHER_KITSUNE_MODE", "eager")
+    assert Config.from_options({}) == Config.from_options({}) == Config()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "KITSUNE_ENABLE_FUSON is no option" in record.message
+    assert "KITSUNE_ENABLE_FUSION" in record.message
+
+
 def test_a_wrong_value_in_the_environment_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITSUNE_MAX_GRAPHS", "lots")
     with pytest.raises(ConfigError, match=r"max_graphs.*lots"):
