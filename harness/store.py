@@ -234,7 +234,7 @@ class Store:
             known = ", ".join(self.machines()) or "none yet"
             raise ResultsError(folder, f"holds no samples; machines with results: {known}")
         wanted = None if commits is None else set(commits)
-        catalogue = Catalogue(folder / FOLDER / "runs.json", _reader_digest())
+        catalogue = Catalogue(folder / FOLDER / "runs.index", _reader_digest())
         damage: list[Damage] = []
         runs: dict[str, tuple[Run, ...]] = {}
         stamps: dict[str, Stamp] = {}

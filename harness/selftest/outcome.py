@@ -12,6 +12,7 @@ from harness.stats import Verdict
 from harness.whole_files import write_whole
 
 SCHEMA = 1
+_ENDING = ".selftest"  # asv takes what ends with .json for results of its own, and complains
 FOLDER = "selftest"
 """The folder of self-tests within that of a machine's results. asv leaves folders without a machine file alone."""
 
@@ -93,7 +94,7 @@ def write(folder: Path, name: str, document: Mapping[str, object], rows: Sequenc
     Raises:
         OSError: it cannot be written.
     """
-    path = folder / FOLDER / f"{name}.json"
+    path = folder / FOLDER / f"{name}{_ENDING}"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": SCHEMA,
@@ -116,7 +117,7 @@ def load(folder: Path, facts: Mapping[str, object], margin: float) -> tuple[tupl
     """
     rows: list[JudgedRow] = []
     problems = []
-    for path in sorted((folder / FOLDER).glob("*.json")):
+    for path in sorted((folder / FOLDER).glob(f"*{_ENDING}")):
         try:
             content = json.loads(path.read_bytes())
             if (

@@ -1,7 +1,7 @@
 """What ideas about streams are worth on a captured step: each as a plan, all replayed in turns on the same GPU.
 
-    python -m tests.benchmarks.stream_attempts measure --model resnet18 --batch 128 --precision amp attempts.json
-    python -m tests.benchmarks.stream_attempts show attempts.json
+    python -m tests.benchmarks.stream_attempts measure --model resnet18 --batch 128 --precision amp FILE
+    python -m tests.benchmarks.stream_attempts show FILE
 
 The first attempt, the step in order on one stream, is what the others are compared with. The step is fused first, as
 users have it; with `--unfused` it is as it was captured. Every round is a fresh process, as in the harness.

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from asv.results import iter_results_paths
 
 from harness import records
 from harness.replay_plans import ReplayPlan
@@ -50,6 +51,21 @@ def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
     assert history.rounds(COMMIT)[0].blocks["eager_fp32"].wall_s == (1e-3, 2e-3)
     assert history.skips(COMMIT)[0].reason == "no compiler"
     assert history.runs(OTHER) == history.rounds(OTHER) == history.profiles(OTHER) == history.skips(OTHER) == ()
+
+
+def test_asv_finds_nothing_to_complain_of_in_an_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path)
+    store.append(MACHINE, COMMIT, [run(), round_(0)])
+    store.load(MACHINE)
+    assert any((tmp_path / MACHINE / ".index").iterdir())
+    assert list(iter_results_paths(str(tmp_path))) == []
+    assert caplog.records == []
+
+
+def test_the_results_in_this_repository_are_asv_s_own(caplog: pytest.LogCaptureFixture) -> None:
+    root = Path(__file__).parents[2] / "results"
+    assert [Path(folder).parent for folder, _, _ in iter_results_paths(str(root))][:1] == [root]
+    assert caplog.records == []
 
 
 def test_appending_keeps_earlier_lines_byte_for_byte(tmp_path: Path) -> None:

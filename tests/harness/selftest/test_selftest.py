@@ -128,18 +128,22 @@ def test_the_result_is_a_file_beside_the_machine_s_results(
     assert outcome.load(tmp_path / "here", FACTS, 0.05)[0] == ()
 
 
-def test_asv_reads_none_of_it_as_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asv_reads_none_of_it_as_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run(tmp_path, monkeypatch, Pretender(), "--rows", "1", "--arms", "1")
     (tmp_path / "here" / "machine.json").write_text('{"machine": "here", "version": 1}')
+    assert any((tmp_path / "here" / "selftest").iterdir())
     assert list(iter_results_paths(str(tmp_path))) == []
+    assert caplog.records == []
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "selftest").mkdir()
-    (tmp_path / "selftest" / "x.json").write_text("{}")
+    (tmp_path / "selftest" / "x.selftest").write_text("{}")
     found, (problem,) = outcome.load(tmp_path, FACTS, 0.03)
     assert found == ()
-    assert "x.json" in problem
+    assert "x.selftest" in problem
     assert outcome.sentence(found, 0.03) is None
 
 
