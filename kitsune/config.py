@@ -60,8 +60,8 @@ class Config:
             replays the loss anyway. Off by default: the loop gets tensors of subclasses, and not everything that may be
             done with them is as without.
         cuda_graphs: record what is captured as CUDA graphs. Without, the host issues its operators one by one at every
-            step, on as many streams as were planned: slower, but tools that look at operators see them. It makes no
-            difference on other devices.
+            step, on as many streams as were planned: slower, but tools that look at operators see them. (A step's plan
+            with measured times is recorded all the same.) It has an effect on CUDA devices.
         verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
             from the same state, which takes several times as long. What PyTorch does stands; after a difference that
             rounding does not explain, steps like that one run eagerly.
@@ -106,14 +106,15 @@ class Config:
         """Options that were given and validated, but that change nothing.
 
         Args:
-            uses_streams: whether what the options are for can run on several streams.
+            uses_streams: whether what the options are for runs on CUDA streams.
             can_fuse: whether its operators can be fused.
             is_loop: whether it is a loop of the user's own.
         """
-        num_streams = self.max_streams() if uses_streams else 1
+        num_streams = self.max_streams() if uses_streams and (self.cuda_graphs or not is_loop) else 1
         ignored = {
             "num_streams": self.num_streams not in (None, num_streams),
             "defer_loss": self.defer_loss and not is_loop,
+            "cuda_graphs": not self.cuda_graphs and not uses_streams,
             "enable_fusion": self.enable_fusion is True and not (can_fuse and self.fuses()),
         }
         return tuple(name for name, is_ignored in ignored.items() if is_ignored)

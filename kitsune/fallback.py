@@ -26,7 +26,7 @@ _PATIENCE_SECONDS = 0.1
 _MISSES_UNTIL_PAUSE = 3
 
 # Where replay has lost, both are timed again when eager steps have become this much slower, which is looked at now and
-# then.
+# then, and after each loss half as often.
 _PROBE_EVERY = 5000
 _DRIFT = 1.2
 
@@ -59,6 +59,7 @@ class Chooser:
         self._started = self._spent = 0.0
         self._misses = 0
         self._lost_to: float | None = None  # seconds of an eager step, where replays were measured no faster
+        self._probe_every = _PROBE_EVERY
         self._since = 0  # steps that were not probed
         self._probes: list[float] = []
         self.settled = mode == "eager"
@@ -147,7 +148,7 @@ class Chooser:
         return self._auto and not self.settled and self._misses < _MISSES_UNTIL_PAUSE
 
     def _is_probing(self) -> bool:
-        return self._lost_to is not None and self._since >= _PROBE_EVERY
+        return self._lost_to is not None and self._since >= self._probe_every
 
     def _probe(self, steps: int) -> None:
         """Times an eager step; the last one of a few tells whether they have become slower."""
@@ -160,6 +161,7 @@ class Chooser:
         self._probes, self._since = [], 0
         if is_slower:
             self.refusal = self._lost_to = None
+            self._probe_every *= 2
             self.reopen()
 
     def _is_clear(self) -> bool:

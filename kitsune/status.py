@@ -66,8 +66,8 @@ class Status:
         not_in_effect: options that were given, but change nothing.
         schedules: those of the captured step, or of a loop's backward pass, that were tried, the simplest first.
         plan: the plan that is in use; None where there is none.
-        memory: what the pool has done that holds the arenas of plans; None where nothing is planned. Most values of
-            most plans lie in the memory of PyTorch's allocator, which `torch.cuda.memory_stats` is about.
+        memory: what the pool has done that holds the arenas of a `TrainStep`'s plans; None where there is no plan. Most
+            values of most plans lie in the memory of PyTorch's allocator, which `torch.cuda.memory_stats` is about.
     """
 
     mode: str

@@ -222,7 +222,9 @@ def _refresh_aliases(node: fx.Node) -> None:
     """Makes the values of what aliases `node` share its value's memory: who asks what overlaps looks there."""
     for user in node.users:
         target = user.target
-        if isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns):
+        is_alias = isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns)
+        if is_alias or target is operator.getitem:
+            assert callable(target)
             user.meta["val"] = value(mode_of(node.graph), target, user.args, dict(user.kwargs))
             _refresh_aliases(user)
 

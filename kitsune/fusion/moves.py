@@ -113,7 +113,7 @@ def casts_after(value: fx.Node) -> list[Path]:
 
 def repeated(builder: Builder, node: fx.Node, stand_ins: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """A call of the operator of `node`, with `stand_ins` in place of what it reads."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert callable(node.target)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda one: stand_ins.get(one, one))
     return builder.call(node.target, *args, **kwargs)
 

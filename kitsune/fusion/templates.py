@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kitsune.fusion import (
+    aligned_rows,
     batch_norm,
     casts,
     head,
@@ -29,6 +30,7 @@ OF_LAYERS: tuple[Template, ...] = (
     padding.weight_gradient,
     head.forward_and_backward,  # it takes the last linear layer with it
     vocabulary.cross_entropy,
+    aligned_rows.logits,  # before a linear layer's kernel takes the product that makes them
     vocabulary.embedding,
     vocabulary.embedding_backward,
     norms.backward,

@@ -18,16 +18,11 @@ from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.moves import Path, cast_after, is_view, repeated, without_cast
 from kitsune.fusion.nodes import arguments, aten, calls, result
 from kitsune.graph import dataflow
-from kitsune.kernels import products, vocabulary  # noqa: F401 - define the operators
+from kitsune.kernels import vocabulary  # noqa: F401 - defines the operators
 
 kitsune = torch.ops.kitsune
 
 _REDUCTIONS = {1: "mean", 2: "sum"}
-
-# Libraries are slow with matrices whose rows do not begin at multiples of so many bytes. Those are spaced apart, to
-# whole lines of the cache.
-_ALIGNMENT = 16
-_SPACING = 128
 
 
 class _Loss(NamedTuple):
@@ -62,22 +57,6 @@ class _Logits(NamedTuple):
         return self.after.nodes[-1] if self.after.nodes else self.after.source
 
 
-class _Spaced(NamedTuple):
-    """Logits, and their gradient, whose rows are spaced apart.
-
-    Attributes:
-        row_stride: elements from one row to the next.
-        readers: all that read the gradient, and the views of it that they read; in the order of the graph.
-    """
-
-    row_stride: int
-    readers: tuple[fx.Node, ...]
-
-    @property
-    def results(self) -> list[fx.Node]:
-        return [node for node in self.readers if not is_view(node)]
-
-
 def cross_entropy(node: fx.Node) -> Iterator[Match]:
     """Matches of a cross-entropy and its backward: the gradient takes the place of the logits if it may."""
     loss = _loss(node)
@@ -86,9 +65,6 @@ def cross_entropy(node: fx.Node) -> Iterator[Match]:
     logits = _logits(loss)
     is_copied = any(calls(node, aten.clone.default) for node in logits.before.nodes)
     made = () if is_copied else _made_by(logits.before, loss)
-    spaced = _spaced(made[0], logits.gradient) if made else None
-    if spaced is not None:
-        yield _cross_entropy(loss, logits, made, in_place=True, spaced=spaced)
     if made or is_copied:
         yield _cross_entropy(loss, logits, made, in_place=True)
     yield _cross_entropy(loss, logits, (), in_place=False)
@@ -178,56 +154,27 @@ def _made_by(path: Path, loss: _Loss) -> tuple[fx.Node, ...]:
         nodes.insert(0, nodes[0].all_input_nodes[0])
     made = nodes[0]
     inside = {*nodes, *path.nodes, *loss.nodes}
-    is_view_of_more = isinstance(made.target, torch._ops.OpOverload) and made.target.is_view
-    is_made_again = _is_repeatable(made) and not is_view_of_more
-    return tuple(nodes) if is_made_again and not any(_is_used_outside(node, inside) for node in nodes) else ()
-
-
-def _spaced(product: fx.Node, gradient: fx.Node) -> _Spaced | None:
-    """How `product`, whose rows begin at addresses that libraries are slow with, can be laid out; None: not so."""
-    *_, beta, alpha = arguments(product) if calls(product, aten.addmm.default) else (1, 1)
-    if not calls(product, aten.mm.default, aten.addmm.default) or (beta, alpha) != (1, 1):
-        return None
-    value = product.meta["val"]
-    size = value.element_size()
-    readers = tuple(_readers(gradient))
-    if not value.is_contiguous() or value.shape[1] * size % _ALIGNMENT == 0 or not all(map(_is_repeatable, readers)):
-        return None
-    return _Spaced(-(-value.shape[1] * size // _SPACING) * _SPACING // size, tuple(sorted(set(readers))))
-
-
-def _readers(value: fx.Node) -> Iterator[fx.Node]:
-    """What reads `value` and views of it, and these."""
-    for user in value.users:
-        yield user
-        if is_view(user):
-            yield from _readers(user)
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    """Whether `node` computes one tensor, of its arguments alone, and does nothing else."""
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and isinstance(node.meta["val"], torch.Tensor)
-        and not any(dataflow.written(node))
-        and not dataflow.draws_random_numbers(node)
+    is_repeatable = (
+        isinstance(made.target, torch._ops.OpOverload)
+        and isinstance(made.meta["val"], torch.Tensor)
+        and not made.target.is_view
+        and not any(dataflow.written(made))
+        and not dataflow.draws_random_numbers(made)
     )
+    return tuple(nodes) if is_repeatable and not any(_is_used_outside(node, inside) for node in nodes) else ()
 
 
-def _cross_entropy(
-    loss: _Loss, logits: _Logits, made: Sequence[fx.Node], *, in_place: bool, spaced: _Spaced | None = None
-) -> Match:
+def _cross_entropy(loss: _Loss, logits: _Logits, made: Sequence[fx.Node], *, in_place: bool) -> Match:
     """With the operators that have `made` the logits, which are then not among the inputs and may be overwritten."""
     _, targets, _, reduction, ignore_index = arguments(loss.itself.forward)
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": 0.0}
     count = result(loss.itself.forward, 1)
-    nodes = [*loss.nodes, *logits.before.nodes, *logits.after.nodes, *made, *(spaced.readers if spaced else ())]
+    nodes = [*loss.nodes, *logits.before.nodes, *logits.after.nodes, *made]
     value = result(loss.itself.forward, 0)
     kept = [node for node in (count, *loss.scale) if node is not None and _is_used_outside(node, nodes)]
 
     def build(builder: Builder) -> list[fx.Node]:
-        first = {made[0]: _spaced_product(builder, made[0], spaced.row_stride)} if spaced else {}
-        source = _copies(builder, made[len(first) :], first).get(logits.before.source, logits.before.source)
+        source = _copies(builder, made, {}).get(logits.before.source, logits.before.source)
         rows = logits.before.moved(builder, source)
         computed = builder.results(builder.call(kitsune.cross_entropy.default, rows, targets, **options))
         stand_ins = {node: one for node, one in ((value, computed[0]), (count, computed[3])) if node is not None}
@@ -237,21 +184,11 @@ def _cross_entropy(
             kitsune.cross_entropy_backward_.default if in_place else kitsune.cross_entropy_backward.default,
             stand_ins.get(scale, scale), rows, targets, *computed[1:], **options,
         )  # fmt: skip
-        stand_ins[logits.gradient] = logits.after.moved(builder, rows if in_place else gradient)
-        if spaced:
-            stand_ins |= _copies(builder, spaced.readers, stand_ins)
-        return [computed[0], *(stand_ins[node] for node in (*read, *kept))]
+        gradient = logits.after.moved(builder, rows if in_place else gradient)
+        return [computed[0], gradient, *(stand_ins[node] for node in kept)]
 
-    read = spaced.results if spaced else [logits.gradient]
     name = "cross-entropy in place" if in_place else "cross-entropy"
-    name += ", rows aligned" if spaced else ""
-    return Match.of(name, nodes, [value, *read, *kept], build, [] if made else [logits.before.source])
-
-
-def _spaced_product(builder: Builder, product: fx.Node, row_stride: int) -> fx.Node:
-    """What `product` computes, in rows that are spaced apart."""
-    bias, matrix, other = arguments(product)[:3] if calls(product, aten.addmm.default) else (None, *arguments(product))
-    return builder.call(kitsune.addmm_in_rows.default, bias, matrix, other, row_stride=row_stride)
+    return Match.of(name, nodes, [value, logits.gradient, *kept], build, [] if made else [logits.before.source])
 
 
 def _is_used_outside(node: fx.Node, nodes: Collection[fx.Node]) -> bool:

@@ -21,7 +21,7 @@ def addmm_in_rows(bias: Tensor | None, matrix: Tensor, other: Tensor, *, row_str
 
     Args:
         bias: what `torch.addmm` adds, or None.
-        matrix: (M, K), of any dtype.
+        matrix: (M, K), of a dtype that `torch.mm` takes.
         other: (K, N), of the same dtype.
         row_stride: how many elements lie from one row of the result to the next, N or more.
 
@@ -47,11 +47,16 @@ def _result(bias: Tensor | None, matrix: Tensor, other: Tensor, *, row_stride: i
                 f"{operand.dtype} on {operand.device}"
             )
     shape = (matrix.shape[0], other.shape[1])
-    if bias is not None and torch.broadcast_shapes(bias.shape, shape) != shape:
+    if bias is not None and not _expands_to(bias.shape, shape):
         raise ValueError(f"{name} adds what can be expanded to {shape}: got {tuple(bias.shape)}")
     if row_stride < shape[1]:
         raise ValueError(f"{name} takes a row_stride of at least {shape[1]}, the length of a row: got {row_stride}")
     return matrix.new_empty_strided(shape, (row_stride, 1))
+
+
+def _expands_to(shape: torch.Size, wanted: tuple[int, int]) -> bool:
+    own = (1,) * (len(wanted) - len(shape)) + tuple(shape)
+    return len(own) == len(wanted) and all(size in (1, other) for size, other in zip(own, wanted, strict=True))
 
 
 def _computed(bias: Tensor | None, matrix: Tensor, other: Tensor, *, row_stride: int) -> Tensor:

@@ -269,9 +269,7 @@ class DropInLoop:
             fallbacks=self._fallbacks,
             refusals=self._log.reasons(),
             not_in_effect=self._config.not_in_effect(
-                uses_streams=self._config.cuda_graphs and refuse_streams(_device(self._optimizer)) is None,
-                can_fuse=self._can_fuse(),
-                is_loop=True,
+                uses_streams=refuse_streams(_device(self._optimizer)) is None, can_fuse=self._can_fuse(), is_loop=True
             ),
             schedules=() if latest is None else latest.schedules,
         )

@@ -14,6 +14,7 @@ from kitsune.execution.cuda_graph import free_caches
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
+from kitsune.schedule import peak_bytes
 
 
 def record_planned(
@@ -32,7 +33,7 @@ def record_planned(
     except torch.OutOfMemoryError as error:
         raise RefusedError(Refusal("there is too little device memory for a plan")) from error
     give_back = partial(memory.give, arena)
-    live_bytes = planned.plan.memory.live_bytes
+    live_bytes = peak_bytes(planned.plan.graph, planned.plan.schedule)
     try:
         return Recording(
             planned.module,

@@ -80,7 +80,7 @@ def others(
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
     With `fuse` there are those of `module` rewritten, in order; the `challengers` are of the most promising one then.
-    Their values may need `max_bytes` at once, if that is not None.
+    The values of the challengers may need `max_bytes` at once, if that is not None.
     Where rewriting fails, `refused` is told why, and the others are of `module`.
     """
     device = inputs[0].device

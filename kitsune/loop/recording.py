@@ -80,14 +80,16 @@ class Recording:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._trained = [tensor.requires_grad for tensor in self._tensors]
         self.executor: InOrder | OnStreams | CudaGraph
+        records = device.type == "cuda" and config.cuda_graphs
         if lowered is None:
             run = InOrder(module, compile=compile)
+        elif device.type == "cuda" and lowered.num_streams > 1 and not records:
+            self.executor = OnStreams(lowered, pool.streams, device)
+            return
         else:
             run = InOrder(lowered.module, lanes=lanes_for(lowered.num_streams, pool.streams, device))
-        if device.type != "cuda" or not config.cuda_graphs:
+        if not records:
             self.executor = run
-            if device.type == "cuda" and lowered is not None and lowered.num_streams > 1:
-                self.executor = OnStreams(lowered, pool.streams, device)
             return
         try:
             self.executor = CudaGraph(

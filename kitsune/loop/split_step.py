@@ -277,7 +277,9 @@ class SplitStep(GuardedStep):
         return self._config.fuses() and refuse_fusion(flat[0].device) is None
 
     def _num_streams(self, flat: Sequence[torch.Tensor]) -> int:
-        return 1 if refuse_streams(flat[0].device) is not None else self._config.max_streams()
+        """For the backward pass, which is planned as a CUDA graph or not at all."""
+        is_planned = self._config.cuda_graphs and refuse_streams(flat[0].device) is None
+        return self._config.max_streams() if is_planned else 1
 
     def _consider_improving(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         """Has the graphs fused, and planned on several streams, if that has not been tried and is worth it.

@@ -180,6 +180,10 @@ def test_options_that_are_not_in_effect() -> None:
     assert config.not_in_effect(uses_streams=True, can_fuse=True) == ()
     assert config.max_streams() == 4
     assert Config(enable_fusion=False).not_in_effect(uses_streams=False, can_fuse=False) == ()
+    live = Config(num_streams=4, cuda_graphs=False)
+    assert live.not_in_effect(uses_streams=True, can_fuse=True) == ()
+    assert live.not_in_effect(uses_streams=True, can_fuse=True, is_loop=True) == ("num_streams",)
+    assert live.not_in_effect(uses_streams=False, can_fuse=False) == ("num_streams", "cuda_graphs")
     assert Config(defer_loss=True).not_in_effect(uses_streams=True, can_fuse=True) == ("defer_loss",)
     assert Config(defer_loss=True).not_in_effect(uses_streams=False, can_fuse=False, is_loop=True) == ()
 

@@ -19,7 +19,7 @@ from kitsune.collection import no_garbage_collection
 from kitsune.device import refuse_streams
 from kitsune.execution.placing import only
 from kitsune.fallback import Chooser
-from kitsune.loop import contest, planning, whole_step
+from kitsune.loop import contest, planning, recording, whole_step
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.memory.pooled import pooled_bytes
@@ -126,11 +126,34 @@ def test_one_stream_is_planned_and_nothing_tried(options: dict[str, Any], replay
     )
 
 
+def needs_of(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], kitsune.Status]:
+    """What recordings needed that were allowed so many bytes, the step in order first, and what became of the step."""
+    needed: list[int] = []
+    with monkeypatch.context() as patch:
+        refuse = recording._refuse_memory
+
+        def noted(number: int, config: kitsune.Config) -> None:
+            needed.append(number)
+            refuse(number, config)
+
+        patch.setattr(recording, "_refuse_memory", noted)
+        status = train(max_memory=limit).status()
+    return needed, status
+
+
 @pytest.mark.usefixtures("replay_is_faster")
-def test_plans_are_tried_within_the_memory_that_the_user_allows() -> None:
-    status = train(max_memory="1GB").status()
-    assert {schedule.strategy for schedule in status.schedules[1:]} == {"chains", "list"}
-    assert all(schedule.measured_us is not None for schedule in status.schedules)
+def test_plans_are_made_to_fit_the_memory_that_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "MEMORY_FACTOR", 2.0)
+    (in_order, *others), status = needs_of(None, monkeypatch)
+    assert len(status.schedules) > 1
+    limit = (in_order + max(others)) // 2
+    assert in_order < limit < max(others)
+    (first, *bounded), status = needs_of(limit, monkeypatch)
+    assert first == in_order
+    assert status.mode == "replay"
+    assert len(status.schedules) > 1
+    assert bounded
+    assert max(bounded) <= limit
     assert status.refusals == status.not_in_effect == ()
 
 

@@ -167,6 +167,26 @@ def test_on_one_stream_nothing_is_tried(options: dict[str, Any], device: str, mo
 
 
 @pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("max_memory", [None, 2**30])
+def test_plans_keep_to_the_memory_that_the_user_allows(
+    max_memory: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients that come in are copied; what is left of the memory is for values."""
+    bounds: list[int | None] = []
+    plans = backward_plans.plans
+
+    def noted(*arguments: Any) -> Any:
+        bounds.append(arguments[3])
+        return plans(*arguments)
+
+    monkeypatch.setattr(backward_plans, "plans", noted)
+    status = train(device, max_memory=max_memory).status()
+    assert len(status.schedules) > 1
+    (bound,) = bounds
+    assert bound is None if max_memory is None else 2**30 - 2**20 < bound < 2**30
+
+
+@pytest.mark.usefixtures("replay_is_faster")
 def test_where_planning_fails_the_pass_stays_on_one_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_args: Any, **_options: Any) -> None:
         raise RuntimeError("no such event")
