@@ -101,7 +101,10 @@ class TrainStep:
             optimizer = optimizer.hand_over()
         self._log = RefusalLog("the training step")
         self._spec = StepSpec(model, loss, optimizer, clip_grad_norm, scaler, accumulate, keep_grads)
-        self._device = self._device_now()
+        device = self._device_now()
+        if device is None:
+            raise ValueError("the optimizer has no parameter that requires a gradient")
+        self._device = device
         self._loop = self._make_loop()
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -117,7 +120,7 @@ class TrainStep:
         if loss is not None:
             return loss
         device = self._device_now()
-        if device != self._device:
+        if device is not None and device != self._device:
             self._loop.release()
             self._device = device
             self._loop = self._make_loop()
@@ -159,13 +162,14 @@ class TrainStep:
         """Gives all captured graphs and their memory back. Later steps start anew."""
         self._loop.release()
 
-    def _device_now(self) -> torch.device:
+    def _device_now(self) -> torch.device | None:
+        """Of the parameters that are trained; None while all are frozen."""
         for group in self._spec.optimizer.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
                     device: torch.device = param.device
                     return device
-        raise ValueError("the optimizer has no parameter that requires a gradient")
+        return None
 
     def _make_loop(self) -> StepLoop:
         spec = self._spec

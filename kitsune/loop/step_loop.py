@@ -225,7 +225,9 @@ class StepLoop:
         objective = loss / spec.accumulate if spec.accumulate > 1 else loss
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
-        torch.autograd.backward(objective, inputs=spec.params())
+        params = spec.params()
+        if params or not objective.requires_grad:  # without any of these autograd raises, as it does without Kitsune
+            torch.autograd.backward(objective, inputs=params or None)
         if phase == "accumulate":
             self._accumulators.detach()
             return loss.detach()

@@ -223,6 +223,8 @@ class WholeStep(GuardedStep):
 
     def _refuse_capture(self) -> Refusal | None:
         spec = self._spec
+        if not spec.params():
+            return Refusal("no parameter of the optimizer requires a gradient")
         if not any(Binding.is_initialised(spec.optimizer, param) for param in spec.params()):
             return Refusal("the optimizer has no state yet")
         return super()._refuse_capture()

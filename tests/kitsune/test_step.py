@@ -526,6 +526,36 @@ def test_an_optimizer_whose_parameters_are_all_frozen() -> None:
         kitsune.TrainStep(model, functional.cross_entropy, adam(model))
 
 
+def of_the_first_layer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The others have gradients, but nobody trains them."""
+    model = Net()
+    return model, adam(model.first)
+
+
+@pytest.mark.parametrize("mode", ["replay", "auto", "eager"])
+def test_parameters_that_are_all_frozen_for_a_while(mode: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        if index in (3, 6):
+            training.model.first.requires_grad_(index == 6)
+
+    training = compare("train_step", of_the_first_layer, steps=10, edit=edit, replays=0, mode=mode)
+    refusals = training.status().refusals
+    assert any("no parameter of the optimizer requires a gradient" in one for one in refusals) == (mode != "eager")
+
+
+def test_frozen_parameters_and_a_loss_that_needs_no_gradient() -> None:
+    model, optimizer = net_and_adam()
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, mode="replay")
+    for index in range(3):
+        args, kwargs = batch(index)
+        step(*args, **kwargs)
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        step(*args, **kwargs)
+    model.requires_grad_()
+    assert torch.isfinite(step(*args, **kwargs))
+
+
 def test_a_loss_that_needs_no_gradient_fails_as_in_eager() -> None:
     model = Net()
     step = kitsune.TrainStep(
