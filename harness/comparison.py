@@ -285,20 +285,25 @@ def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], 
 
 
 def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
-    """The peer in the same precision, timed beside the variant at both commits, whose time was closest at the older.
+    """The peer in the same precision, timed beside the variant at both commits, that waits for the same.
 
-    What takes about as long waits for the same: the host or the device, which vary differently. Where no peer does,
-    eager is the control.
+    That is the host or the device, which vary differently. Times that are about as long wait for the same: the closest
+    one at the older commit. Where none is, the peer is chosen with which the variant varied most alike from process to
+    process; eager where that is not known.
     """
-    distances = {
-        peer: min(abs(math.log(paired_ratio(base).ratio)), _UNLIKE)
+    pairs = {
+        peer: (base, head)
         for peer in sorted(newer.variants(case), key=order)
         if not is_kitsune(peer)
         and precision_of(peer) == precision_of(variant)
-        and newer.pairs(case, variant, peer)
+        and (head := newer.pairs(case, variant, peer))
         and (base := older.pairs(case, variant, peer))
     }
-    return min(distances, key=distances.__getitem__, default=None)
+    distances = {peer: abs(math.log(paired_ratio(base).ratio)) for peer, (base, _) in pairs.items()}
+    close = [peer for peer in pairs if distances[peer] < _UNLIKE]
+    if close:
+        return min(close, key=distances.__getitem__)
+    return min(pairs, key=lambda peer: round_noise(*pairs[peer]) or 0.0, default=None)
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:

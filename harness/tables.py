@@ -156,7 +156,9 @@ def change_table(comparison: Comparison) -> Table:
         Column("before", "time at the older commit as a multiple of the control's in the same processes", numeric=True),
         Column("after", "the same at the newer commit", numeric=True),
         Column(
-            "control", "the peer whose time was closest to this one's at the older commit, eager where none was close"
+            "control",
+            "the peer whose time was closest to this one's at the older commit; where none was close, the one that "
+            "varied most alike",
         ),
     )
     lost = [

@@ -183,6 +183,17 @@ def test_the_control_is_the_peer_that_took_about_as_long(tmp_path: Path) -> None
     assert {change.verdict for change in comparison.changes} == {Verdict.SAME}
 
 
+def test_where_no_peer_took_about_as_long_the_control_is_what_varied_alike(tmp_path: Path) -> None:
+    """The device's pace changes from process to process, and the host is another one at the newer commit."""
+    for commit, day, host in ((OLD, 1, 1.0), (NEW, 2, 0.6)):
+        for number, (pace, load) in enumerate([(1.0, 1.3), (1.1, 0.8), (0.9, 1.1), (1.2, 0.9)]):
+            times = {"handcaptured_fp32": 1.4e-3 * pace, "kitsune_trainstep_fp32": 0.6e-3 * pace}
+            write(tmp_path, commit, {**times, "eager_fp32": 7e-3 * host * load}, run=f"r{number}", day=day, rounds=1)
+    (change,) = compared(tmp_path).changes
+    assert change.control == "handcaptured_fp32"
+    assert change.verdict is Verdict.SAME
+
+
 def test_a_control_was_timed_at_both_commits(tmp_path: Path) -> None:
     times = {"eager_fp32": 1e-3, "kitsune_trainstep_fp32": 2e-4}
     write(tmp_path, OLD, times, day=1)
