@@ -289,7 +289,7 @@ def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -
 
     That is the host or the device, which vary differently. Times that are about as long wait for the same: the closest
     one at the older commit. Where none is, the peer is chosen with which the variant varied most alike from process to
-    process; eager where that is not known.
+    process, of those that were timed in the most; eager where that is not known.
     """
     pairs = {
         peer: (base, head)
@@ -303,7 +303,9 @@ def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -
     close = [peer for peer in pairs if distances[peer] < _UNLIKE]
     if close:
         return min(close, key=distances.__getitem__)
-    return min(pairs, key=lambda peer: round_noise(*pairs[peer]) or 0.0, default=None)
+    most = max((sum(map(len, sides)) for sides in pairs.values()), default=0)
+    noises = {peer: round_noise(*sides) for peer, sides in pairs.items() if sum(map(len, sides)) == most}
+    return min(noises, key=lambda peer: math.inf if (noise := noises[peer]) is None else noise, default=None)
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:

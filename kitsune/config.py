@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -159,15 +160,18 @@ def _environment() -> dict[str, str]:
     for variable, value in os.environ.items():
         if variable in options and value:
             values[options[variable]] = value
-        elif variable.startswith(_PREFIX) and variable not in (*options, _CACHE_VARIABLE):
-            _tell_of_unknown(variable, ", ".join(sorted((*options, _CACHE_VARIABLE))))
+        elif variable.startswith(_PREFIX) and variable not in options:
+            _tell_of_misspelt(
+                variable, tuple(get_close_matches(variable, (*options, _CACHE_VARIABLE), n=1, cutoff=0.85))
+            )
     return values
 
 
 @cache
-def _tell_of_unknown(variable: str, known: str) -> None:
-    """Once for each variable: it may be another program's."""
-    _log.warning("the environment variable %s is no option of Kitsune, which reads %s", variable, known)
+def _tell_of_misspelt(variable: str, likely: tuple[str, ...]) -> None:
+    """Once for each variable, if it is like one that is read: others are other programs'."""
+    if likely and variable not in likely:
+        _log.warning("the environment variable %s is no option of Kitsune; did you mean %s?", variable, *likely)
 
 
 def _mode(name: str, value: object) -> Mode:

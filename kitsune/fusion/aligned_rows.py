@@ -28,6 +28,9 @@ _ALIGNMENT = 16
 _SPACING = 128
 """Bytes: a line of the cache. Rows are spaced apart to multiples of it."""
 
+_BY_STRIDES = ("as_strided", "set_", "resize_")
+"""Operators that tell where elements lie begin with these names: between rows that are spaced apart there are none."""
+
 _MOST_SPACE = 1.05
 """What the matrix may take of memory, as a multiple of what it takes."""
 
@@ -90,8 +93,10 @@ def _touching(product: fx.Node) -> list[fx.Node]:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    is_operator = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    return is_operator and not dataflow.draws_random_numbers(node)
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = node.target._schema.name.removeprefix("aten::")
+        return not name.startswith(_BY_STRIDES) and not dataflow.draws_random_numbers(node)
+    return node.target is operator.getitem
 
 
 def _stays_within(node: fx.Node, nodes: Collection[fx.Node]) -> bool:

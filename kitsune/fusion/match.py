@@ -223,7 +223,10 @@ def _refresh_aliases(node: fx.Node) -> None:
     for user in node.users:
         target = user.target
         is_alias = isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns)
-        if is_alias or target is operator.getitem:
+        if is_alias or target in (
+            operator.getitem,
+            torch.ops.aten._unsafe_view.default,
+        ):  # whose schema does not say so
             assert callable(target)
             user.meta["val"] = value(mode_of(node.graph), target, user.args, dict(user.kwargs))
             _refresh_aliases(user)

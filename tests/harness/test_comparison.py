@@ -194,6 +194,14 @@ def test_where_no_peer_took_about_as_long_the_control_is_what_varied_alike(tmp_p
     assert change.verdict is Verdict.SAME
 
 
+def test_a_peer_that_was_timed_once_is_no_control(tmp_path: Path) -> None:
+    for commit, day, captured in ((OLD, 1, 1.6e-3), (NEW, 2, 2.4e-3)):
+        times = {"kitsune_trainstep_fp32": 6e-4, "eager_fp32": 7e-3}
+        write(tmp_path, commit, times, run="r0", day=day, rounds=4)
+        write(tmp_path, commit, {**times, "handcaptured_fp32": captured}, run="r1", day=day, rounds=1)
+    assert [change.control for change in compared(tmp_path).changes] == ["eager_fp32"]
+
+
 def test_a_control_was_timed_at_both_commits(tmp_path: Path) -> None:
     times = {"eager_fp32": 1e-3, "kitsune_trainstep_fp32": 2e-4}
     write(tmp_path, OLD, times, day=1)

@@ -147,12 +147,13 @@ def test_a_misspelt_variable_is_told_of_once(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("KITSUNE_ENABLE_FUSON", "0")
     monkeypatch.setenv("KITSUNE_CACHE_DIR", "/nowhere")
     monkeypatch.setenv("KITSUNE_MODE", "")
+    monkeypatch.setenv("KITSUNE_URL", "https://example.org")
     monkeypatch.setenv("OTHER_KITSUNE_MODE", "eager")
     assert Config.from_options({}) == Config.from_options({}) == Config()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "KITSUNE_ENABLE_FUSON is no option" in record.message
-    assert "KITSUNE_ENABLE_FUSION" in record.message
+    assert "did you mean KITSUNE_ENABLE_FUSION?" in record.message
 
 
 def test_a_wrong_value_in_the_environment_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,7 @@ def added_to_a_list(gradient: Tensor, _: Tensor, weight: Tensor) -> list[Tensor]
         (lambda gradient, _, weight: [gradient.split(4)[1] @ weight, gradient @ weight], SPACED),
         (lambda gradient, _, weight: [gradient[4:].cumsum(1), gradient @ weight], SPACED),
         (added_to_a_list, SPACED),
+        (lambda gradient, _, weight: [gradient.as_strided((1,), (1,), NUM_CLASSES) + 0, gradient @ weight], IN_PLACE),
         (lambda gradient, _, weight: [gradient, gradient @ weight], IN_PLACE),
         (lambda gradient, _, weight: [gradient[2], gradient @ weight], IN_PLACE),
         (lambda gradient, _, weight: [gradient.bernoulli(0.5), gradient @ weight], IN_PLACE),
@@ -145,6 +146,7 @@ def added_to_a_list(gradient: Tensor, _: Tensor, weight: Tensor) -> list[Tensor]
         "pieces",
         "cumulative",
         "list",
+        "by strides",
         "returned",
         "returned in part",
         "random",
@@ -176,6 +178,22 @@ def test_what_fusing_will_meet_can_be_foreseen(use: Callable[..., Sequence[Tenso
     module = pipeline.run(trace(gradient_of(use), inputs()), pipeline.CLEARING)
     _, fusions = FusionEngine(OWN, Foresight(lambda _: None)).fuse(module)
     assert {fusion.template for fusion in fusions} == names
+
+
+def written_through_a_view(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Sequence[Tensor | None]:
+    """Of one token. The view says nowhere that it is one."""
+    leaf = (x[0, :1] @ weight.t()).detach().requires_grad_()
+    loss = F.cross_entropy(leaf, targets[0, :1])
+    (gradient,) = torch.autograd.grad([loss], [leaf], [scale])
+    before = gradient.sum(0)
+    torch.ops.aten._unsafe_view(gradient, [NUM_CLASSES]).add_(1)
+    return [before, gradient @ weight]
+
+
+def test_what_is_written_through_a_view_is_seen() -> None:
+    tensors = inputs()
+    module, new = fused(written_through_a_view, tensors, OWN)
+    assert_alike(run(new, tensors), run(module, tensors))
 
 
 def with_alpha(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Sequence[Tensor | None]:
