@@ -50,13 +50,16 @@ class Accumulators:
         self._with_gradient.update(map(id, params))
 
     def attach(self) -> None:
-        """Lets autograd add to the sums: `.grad` becomes the sum, or None where there is none yet."""
-        for param in self._spec.params():
+        """Lets autograd add to the sums: `.grad` becomes the sum, or None where there is none yet.
+
+        Parameters that were frozen since keep what they have.
+        """
+        for param in self._spec.owned():
             param.grad = self.sums[id(param)] if id(param) in self._with_gradient else None
 
     def detach(self) -> None:
         """Takes from `.grad` what autograd has added."""
-        for param in self._spec.params():
+        for param in self._spec.owned():
             if param.grad is None:
                 continue
             if param.grad is not self.sums[id(param)]:

@@ -244,7 +244,7 @@ class StepLoop:
         if spec.scaler is not None:
             spec.scaler.unscale_(spec.optimizer)
         if spec.clip_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(spec.params(), spec.clip_grad_norm)
+            torch.nn.utils.clip_grad_norm_(spec.owned(), spec.clip_grad_norm)
         if spec.scaler is None:
             spec.optimizer.step()
         else:
@@ -253,6 +253,6 @@ class StepLoop:
         note_step(spec.optimizer)
 
     def _keep_copies(self) -> None:
-        for param in self._spec.params():
+        for param in self._spec.owned():
             if self._spec.keep_grads and param.grad is not None:
                 param.grad = param.grad.clone()

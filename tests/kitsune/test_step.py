@@ -623,3 +623,35 @@ def test_calls_that_overlap_are_refused() -> None:
     refused.clear()
     step(x, y)
     assert len(refused) == 2
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("is_all", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_what_was_added_up_before_a_freeze_is_applied(mode: str, is_all: bool, clip: float | None) -> None:
+    def trained(*, by_hand: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = sgd(model.first if is_all else model)
+        step = None
+        if not by_hand:
+            step = kitsune.TrainStep(
+                model, functional.cross_entropy, optimizer, accumulate=2, clip_grad_norm=clip, mode=mode
+            )
+        for index in range(12):
+            model.first.requires_grad_(index != 7)
+            (x, y), _ = batch(index)
+            if step is not None:
+                step(x, y)
+                continue
+            if index % 2 == 0:
+                optimizer.zero_grad()
+            (functional.cross_entropy(model(x), y) / 2).backward()
+            if index % 2:
+                if clip is not None:
+                    nn.utils.clip_grad_norm_((model.first if is_all else model).parameters(), clip)
+                optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    for found, wanted in zip(trained(by_hand=False), trained(by_hand=True), strict=True):
+        torch.testing.assert_close(found, wanted)
