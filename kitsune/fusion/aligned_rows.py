@@ -3,7 +3,7 @@
 product(x, weight)      and all that reads its memory, or writes there: the loss, its gradient in place, what reads that
 
 The logits of 50257 tokens in 2 bytes are such. Three products write or read them. In GPT-2 Small (4 sequences of 512
-tokens, on an H200) these took 3.9 ms of the 8.2 ms of all operators, five times what their arithmetic takes.
+tokens, bfloat16, torch 2.11 on an H200) these took 3.9 ms of 8.2, operators being timed one by one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def record_planned(
     except torch.OutOfMemoryError as error:
         raise RefusedError(Refusal("there is too little device memory for a plan")) from error
     give_back = partial(memory.give, arena)
-    live_bytes = peak_bytes(planned.plan.graph, planned.plan.schedule)
+    live_bytes = partial(peak_bytes, planned.plan.graph, planned.plan.schedule)
     try:
         return Recording(
             planned.module,

@@ -38,7 +38,7 @@ class Recording:
         log: told when an option cannot be followed.
         warm_up, handout: see `CudaGraph`.
         lowered: what runs in place of `module`, which it computes; Inductor leaves it as it is.
-        live_bytes: what its values need at once, if not what those of `module` do in order.
+        live_bytes: tells what its values need at once, if not what those of `module` do in order.
         on_release: told when the memory that `lowered` uses is free again.
 
     Raises:
@@ -57,7 +57,7 @@ class Recording:
         log: RefusalLog,
         warm_up: Sequence[torch.Tensor] | None = None,
         lowered: Lowered | None = None,
-        live_bytes: int | None = None,
+        live_bytes: Callable[[], int] | None = None,
         on_release: Callable[[], None] | None = None,
         in_place: Collection[int] = (),
         handout: Handout | None = None,
@@ -68,8 +68,9 @@ class Recording:
         copied = [position for position in passed if position not in in_place]
         mutated = dataflow.written_inputs(module.graph)
         _refuse_inputs(inputs, passed, mutated, device)
-        live = liveness.peak_bytes(module.graph) if live_bytes is None else live_bytes
-        _refuse_memory(live + _copied_bytes(inputs, (*copied, *mutated)), config)
+        if config.max_memory is not None:
+            live = liveness.peak_bytes(module.graph) if live_bytes is None else live_bytes()
+            _refuse_memory(live + _copied_bytes(inputs, (*copied, *mutated)), config.max_memory)
         compile = config.compile
         if compile and (missing := refuse_inductor(device)) is not None:
             log.do_without(missing)
@@ -161,11 +162,11 @@ def _copied_bytes(inputs: Sequence[torch.Tensor], positions: Iterable[int]) -> i
     return sum(inputs[position].untyped_storage().nbytes() for position in set(positions))
 
 
-def _refuse_memory(needed: int, config: Config) -> None:
-    if config.max_memory is not None and needed > config.max_memory:
+def _refuse_memory(needed: int, max_memory: int) -> None:
+    if needed > max_memory:
         raise RefusedError(
             Refusal(
-                f"capturing needs about {needed / 2**20:.1f} MiB, max_memory allows {config.max_memory / 2**20:.1f}",
+                f"capturing needs about {needed / 2**20:.1f} MiB, max_memory allows {max_memory / 2**20:.1f}",
                 remedy="raise max_memory or lower the batch size",
             )
         )

@@ -126,15 +126,15 @@ def test_one_stream_is_planned_and_nothing_tried(options: dict[str, Any], replay
     )
 
 
-def needs_of(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], kitsune.Status]:
+def needs_of(limit: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], kitsune.Status]:
     """What recordings needed that were allowed so many bytes, the step in order first, and what became of the step."""
     needed: list[int] = []
     with monkeypatch.context() as patch:
         refuse = recording._refuse_memory
 
-        def noted(number: int, config: kitsune.Config) -> None:
+        def noted(number: int, max_memory: int) -> None:
             needed.append(number)
-            refuse(number, config)
+            refuse(number, max_memory)
 
         patch.setattr(recording, "_refuse_memory", noted)
         status = train(max_memory=limit).status()
@@ -144,7 +144,7 @@ def needs_of(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[i
 @pytest.mark.usefixtures("replay_is_faster")
 def test_plans_are_made_to_fit_the_memory_that_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "MEMORY_FACTOR", 2.0)
-    (in_order, *others), status = needs_of(None, monkeypatch)
+    (in_order, *others), status = needs_of(2**30, monkeypatch)
     assert len(status.schedules) > 1
     limit = (in_order + max(others)) // 2
     assert in_order < limit < max(others)

@@ -96,9 +96,9 @@ def test_what_a_plan_may_need_is_what_copies_leave(writes: bool) -> None:
     assert most_live_bytes(module, inputs, {1}, Config()) is None
     assert most_live_bytes(module, inputs, {1}, Config(max_memory=10)) == 0
     conditions = {"stable": {1}, "config": config, "pool": GraphPool(StreamPool()), "log": RefusalLog("it")}
-    Recording(module, inputs, live_bytes=most, **conditions)
+    Recording(module, inputs, live_bytes=lambda: most, **conditions)
     with pytest.raises(RefusedError, match="max_memory allows"):
-        Recording(module, inputs, live_bytes=most + 1, **conditions)
+        Recording(module, inputs, live_bytes=lambda: most + 1, **conditions)
 
 
 def test_the_bound_names_both_amounts() -> None:
