@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from kitsune.fusion.match import Builder, Match
-from kitsune.fusion.nodes import arguments, aten, calls
+from kitsune.fusion.nodes import arguments, aten, calls, only_user
 from kitsune.graph import dataflow
 from kitsune.kernels import casts, scalars
 from kitsune.kernels.images import FLOATS
@@ -23,7 +23,10 @@ Kind = Callable[[fx.Node], Hashable]
 
 
 def parameters(node: fx.Node) -> Iterator[Match]:
-    """All casts of inputs from one type to another, which are ready at once."""
+    """All casts of inputs from one type to another, which are ready at once.
+
+    What is cast to be padded stays: a region does both at once.
+    """
     nodes = _group(node, _cast)
     if len(nodes) < 2:
         return
@@ -93,6 +96,8 @@ def _cast(node: fx.Node) -> Hashable:
     before, after = source.meta["val"], node.meta["val"]
     fits = before.dtype in FLOATS and after.dtype in FLOATS and before.device == after.device
     if source.op != "placeholder" or not fits or not casts.is_dense(before) or before.stride() != after.stride():
+        return None
+    if only_user(node, aten.constant_pad_nd.default) is not None:
         return None
     return before.dtype, after.dtype, str(before.device)
 

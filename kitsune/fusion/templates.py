@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from kitsune.fusion import (
-    aligned_rows,
     batch_norm,
     casts,
     head,
     linear,
     norms,
+    padded_vocabulary,
     padding,
     pool,
     rms_norm,
@@ -30,7 +30,7 @@ OF_LAYERS: tuple[Template, ...] = (
     padding.weight_gradient,
     head.forward_and_backward,  # it takes the last linear layer with it
     vocabulary.cross_entropy,
-    aligned_rows.logits,  # before a linear layer's kernel takes the product that makes them
+    padded_vocabulary.logits,  # before a linear layer's kernel takes the product that makes them
     vocabulary.embedding,
     vocabulary.embedding_backward,
     norms.backward,
