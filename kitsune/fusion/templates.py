@@ -43,8 +43,8 @@ OF_LAYERS: tuple[Template, ...] = (
 """Those with matches in each layer, or in many."""
 
 OF_THE_STEP: tuple[Template, ...] = (
-    update.linear,
     update.without_casts,
+    update.linear,  # it is compared with a library's products, whose results the update reads as they are
     casts.parameters,  # those that no kernel does itself
     casts.counters,
     casts.steps,  # and what has become of counters

@@ -49,7 +49,13 @@ _FORMS = (
     Form(64, 32, 64, 1, 4, 3),
     Form(64, 64, 32, 1, 4, 4),
     Form(128, 64, 32, 1, 8, 4),
+    Form(128, 64, 64, 1, 8, 4),
+    Form(128, 128, 64, 1, 8, 4),
+    Form(128, 256, 64, 1, 8, 3),
 )
+
+_MOST_READ_FIRST = 32
+"""Elements of a tile that a thread has: of larger ones the registers do not hold what is read before the product."""
 
 
 class _Layout(NamedTuple):
@@ -64,6 +70,7 @@ class _Layout(NamedTuple):
         tiles: rows and columns of a tile.
         precisions: see `precision_of`.
         aligned: whether loads and stores of 16 bytes may begin at the first elements.
+        read_first: whether what is updated is read before the gradient is computed.
     """
 
     first_blocks: tuple[int, ...]
@@ -74,6 +81,7 @@ class _Layout(NamedTuple):
     tiles: tuple[tuple[int, int], ...]
     precisions: tuple[str, ...]
     aligned: tuple[bool, ...]
+    read_first: tuple[bool, ...]
 
 
 @triton.jit
@@ -191,6 +199,7 @@ def _linear_adam(
     tiles: tl.constexpr,
     precisions: tl.constexpr,
     aligned: tl.constexpr,
+    read_first: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
@@ -207,10 +216,10 @@ def _linear_adam(
             param_at = _choose(member, parameters[index], aligned, index) + offsets
             exp_avg_at = _choose(member, exp_avgs[index], aligned, index) + offsets
             exp_avg_sq_at = _choose(member, exp_avg_sqs[index], aligned, index) + offsets
-            # Read first: none of it waits for the gradient.
-            before = tl.load(param_at, mask)
-            average = tl.load(exp_avg_at, mask)
-            average_of_squares = tl.load(exp_avg_sq_at, mask)
+            if read_first[index]:  # none of it waits for the gradient
+                before = tl.load(param_at, mask)
+                average = tl.load(exp_avg_at, mask)
+                average_of_squares = tl.load(exp_avg_sq_at, mask)
             rate = tl.load(lr)
             count = tl.load(_choose(member, steps[index], aligned, index))
             step_size, root_correction2 = corrections(rate, count, log_beta1, log_beta2)
@@ -221,6 +230,10 @@ def _linear_adam(
             )  # fmt: skip
             if has_grads:
                 tl.store(_choose(member, grads[index], aligned, index) + offsets, grad, mask)
+            if not read_first[index]:
+                before = tl.load(param_at, mask)
+                average = tl.load(exp_avg_at, mask)
+                average_of_squares = tl.load(exp_avg_sq_at, mask)
             param = update(
                 before, grad, average, average_of_squares, param_at, exp_avg_at, exp_avg_sq_at,
                 _choose(member, max_exp_avg_sqs[index], aligned, index) + offsets, mask, rate, step_size,
@@ -258,6 +271,7 @@ def _linear_sgd(
     tiles: tl.constexpr,
     precisions: tl.constexpr,
     aligned: tl.constexpr,
+    read_first: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
 ) -> None:
@@ -272,7 +286,8 @@ def _linear_sgd(
             tile = (block - first_blocks[index]) % num_tiles[index]
             offsets, mask = _place(tile, index, shapes, tiles)
             param_at = _choose(member, parameters[index], aligned, index) + offsets
-            param = tl.load(param_at, mask)  # first: it does not wait for the gradient
+            if read_first[index]:  # it does not wait for the gradient
+                param = tl.load(param_at, mask)
             grad = _gradient(
                 tile, index, _choose(member, grad_outputs[index], aligned, index),
                 _choose(member, inputs[index], aligned, index), batches, shapes, strides, tiles, precisions,
@@ -280,6 +295,8 @@ def _linear_sgd(
             )  # fmt: skip
             if has_grads:
                 tl.store(_choose(member, grads[index], aligned, index) + offsets, grad, mask)
+            if not read_first[index]:
+                param = tl.load(param_at, mask)
             if maximize:
                 grad = -grad
             if decays:
@@ -511,6 +528,7 @@ def _layout(grads: Groups, xs: Groups, states: Sequence[Groups], form: Form, all
         tiles,
         tuple(precision_of(grad.dtype, allow_tf32) for grad, _ in firsts),
         tuple(all(is_aligned(one) for tensors in group for one in tensors) for group in groups),
+        tuple(rows * cols <= _MOST_READ_FIRST * 32 * form.num_warps for rows, cols in tiles),
     )
 
 

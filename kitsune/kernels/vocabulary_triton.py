@@ -2,6 +2,9 @@
 
 Where a row is shared among programs, the number of its blocks is not known to the compiler, although it could be: see
 `kitsune.kernels.pool_triton` for what it would make of that.
+
+Blocks of a row of logits that lie within it are loaded and stored without a mask: one that ends at an odd number of
+columns would keep the compiler from moving more than one value at a time.
 """
 
 from __future__ import annotations
@@ -35,6 +38,15 @@ class Form(NamedTuple):
 # Cross-entropy
 
 
+@triton.jit
+def _add_powers(greatest: tl.tensor, powers: tl.tensor, values: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The greatest value of a row so far and the sum of powers relative to it, and those of `values` as well."""
+    new = tl.maximum(greatest, tl.max(values, 1))
+    shift = tl.where(new == -float("inf"), 0.0, new)  # so far, each power is 0
+    powers = powers * tl.exp(greatest - shift) + tl.sum(tl.exp(values - shift[:, None]), 1)
+    return new, powers
+
+
 # Debugging is on for the assertion alone, as in PyTorch; overflows of integers need no check.
 @launched(do_not_specialize=["ignore_index"], debug=True)
 def _row_losses(
@@ -57,13 +69,16 @@ def _row_losses(
     greatest = tl.full((1,), -float("inf"), dtype=tl.float32)
     powers = tl.zeros((1,), dtype=tl.float32)
     plain_sum = tl.zeros((1,), dtype=tl.float32)
-    for start in range(0, num_cols, block_cols):
-        cols = (start + tl.arange(0, block_cols))[None, :]
+    whole: tl.constexpr = num_cols // block_cols * block_cols
+    for start in range(0, whole, block_cols):
+        values = tl.load(logits + (start + tl.arange(0, block_cols))[None, :]).to(tl.float32)
+        greatest, powers = _add_powers(greatest, powers, values)
+        if smooth:
+            plain_sum += tl.sum(values, 1)
+    if whole < num_cols:
+        cols = (whole + tl.arange(0, block_cols))[None, :]
         values = tl.load(logits + cols, cols < num_cols, other=-float("inf")).to(tl.float32)
-        new = tl.maximum(greatest, tl.max(values, 1))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # so far, each power is 0
-        powers = powers * tl.exp(greatest - shift) + tl.sum(tl.exp(values - shift[:, None]), 1)
-        greatest = new
+        greatest, powers = _add_powers(greatest, powers, values)
         if smooth:
             plain_sum += tl.sum(tl.where(cols < num_cols, values, 0.0), 1)
     target = tl.load(targets + row * target_stride)
@@ -130,17 +145,27 @@ def _grad_logits(
 ) -> None:
     await_previous()
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    cols = tl.program_id(0) % num_blocks * block_cols + tl.arange(0, block_cols)
+    first = tl.program_id(0) % num_blocks * block_cols
+    cols = first + tl.arange(0, block_cols)
+    is_within = first + block_cols <= num_cols
     factor = tl.load(grad_loss)
     if mean:
         factor = tl.div_rn(factor, tl.load(num_counted))
     target = tl.load(targets + row * target_stride)
     factor = tl.where(target == ignore_index, 0.0, factor)
-    values = tl.load(logits + row * logits_stride + cols, cols < num_cols, other=0.0).to(tl.float32)
+    logits += row * logits_stride
+    result += row * result_stride
+    if is_within:
+        values = tl.load(logits + cols).to(tl.float32)
+    else:
+        values = tl.load(logits + cols, cols < num_cols, other=0.0).to(tl.float32)
     probabilities = tl.exp(values - tl.load(row_max + row) - tl.load(log_sum + row))
     expected = tl.where(cols == target, of_target, 0.0) + of_each
     grad = ((probabilities - expected) * factor).to(result.dtype.element_ty)
-    tl.store(result + row * result_stride + cols, grad, cols < num_cols)
+    if is_within:
+        tl.store(result + cols, grad)
+    else:
+        tl.store(result + cols, grad, cols < num_cols)
 
 
 # Embeddings
