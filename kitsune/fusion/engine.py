@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -14,6 +15,8 @@ from kitsune.plan.fusions import Fusion
 
 Template = Callable[[fx.Node], Iterable[Match]]
 """The matches that are found from a node, the largest ones first. At most one of them is used."""
+
+_OUTDONE = "another way saves more"
 
 
 class FusionEngine:
@@ -41,16 +44,20 @@ class FusionEngine:
     def _try(self, graph: fx.Graph, matches: Iterable[Match]) -> Iterable[Fusion]:
         """What was tried; of several ways to replace the same operators the one used, else the first."""
         tried: dict[tuple[str, tuple[str, ...]], Fusion] = {}
+        best: tuple[Match, Fusion] | None = None
         for match in matches:
             fusion = self._judged(match)
             if fusion is None:
                 continue
-            way = fusion.template, fusion.operators
-            if fusion.refusal is None:
-                tried[way] = fusion
-                splice(graph, match)
+            if fusion.refusal is None and (best is None or _saved_us(fusion) > _saved_us(best[1])):
+                best = match, fusion
+            tried.setdefault(_way(fusion), replace(fusion, refusal=fusion.refusal or _OUTDONE))
+            if fusion.refusal is None and not match.has_rivals:
                 break
-            tried.setdefault(way, fusion)
+        if best is not None:
+            match, fusion = best
+            tried[_way(fusion)] = fusion
+            splice(graph, match)
         return tried.values()
 
     def _judged(self, match: Match) -> Fusion | None:
@@ -64,3 +71,11 @@ class FusionEngine:
             return Fusion(match.template, names, None, None, f"it cannot be used here: {first_line(error)}")
         verdict = self._judge(parts)
         return Fusion(match.template, names, verdict.before_us, verdict.after_us, verdict.refusal)
+
+
+def _way(fusion: Fusion) -> tuple[str, tuple[str, ...]]:
+    return fusion.template, fusion.operators
+
+
+def _saved_us(fusion: Fusion) -> float:
+    return 0.0 if fusion.before_us is None or fusion.after_us is None else fusion.before_us - fusion.after_us

@@ -60,6 +60,8 @@ class Match:
         others: what it reads beside the inputs of `nodes`; earlier nodes.
         given: earlier operators whose results are among the inputs, where the replacement relies on what they compute.
         squares: inputs that are never negative, which matters to what is done with them.
+        has_rivals: whether matches that follow from the same node are tried even if this one may be used: the one
+            that saves most is.
     """
 
     template: str
@@ -69,6 +71,7 @@ class Match:
     others: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
     squares: tuple[fx.Node, ...]
+    has_rivals: bool
 
     @classmethod
     def of(
@@ -80,10 +83,15 @@ class Match:
         others: Iterable[fx.Node | None] = (),
         given: Iterable[fx.Node] = (),
         squares: Iterable[fx.Node] = (),
+        *,
+        has_rivals: bool = False,
     ) -> Match:
         """With the nodes in the order of their graph, each once."""
         present = tuple(node for node in others if node is not None)
-        return cls(template, tuple(sorted(set(nodes))), tuple(results), build, present, tuple(given), tuple(squares))
+        return cls(
+            template, tuple(sorted(set(nodes))), tuple(results), build, present, tuple(given), tuple(squares),
+            has_rivals,
+        )  # fmt: skip
 
     def inputs(self) -> list[fx.Node]:
         """What the nodes and their replacement read of others, in a fixed order."""

@@ -31,6 +31,9 @@ _NOT_TAKEN = ("amsgrad", "grad_scale", "is_first_step")
 # out: layers that take more than these parts of the work of the largest one keep their gradients.
 _PARTS_OF_LARGEST = (1.0, 1 / 4, 1 / 16, 1 / 64)
 
+_LARGE = 2**28
+"""Multiplications, which take about a microsecond. All ways are compared if a layer takes more."""
+
 
 class _Update(NamedTuple):
     """The call of an optimizer's update.
@@ -262,6 +265,7 @@ def _linear(update: _Update, gradients: Mapping[int, _Gradient]) -> Match:
         [operand for layer in layers for operand in layer],
         shared,
         update.squares,
+        has_rivals=max(gradient.work() for gradient in gradients.values()) > _LARGE,
     )
 
 

@@ -83,6 +83,28 @@ def test_of_alternatives_the_first_that_is_worth_it() -> None:
     assert count(new, aten.exp2.default) == 1
 
 
+@pytest.mark.parametrize(("times", "used"), [((5, 3, 4), 1), ((3, 5, 4), 0), ((8, 8, 4), 2), ((3, 8, 4), 0)])
+def test_of_rivals_the_one_that_saves_most(times: tuple[int, ...], used: int) -> None:
+    """Each takes 7 where it replaces nothing; the last one is the first without rivals."""
+
+    def rivals(node: fx.Node) -> Iterator[Match]:
+        for place in range(4):
+            for match in pairs(node):
+                yield replace(match, template=str(place), has_rivals=place < 2)
+
+    def judge(_: Alone) -> Verdict:
+        after = next(left)
+        return Verdict(None if after < 7 else "it is not faster", 7.0, after)
+
+    left = iter(times)
+    new, fusions = FusionEngine((rivals,), judge).fuse(traced(lambda x: [x.sin().exp()], X))
+    assert count(new, aten.exp2.default) == 1
+    outcomes = ["it is not faster" if after > 7 else "another way saves more" for after in times]
+    wanted = [None if place == used else outcome for place, outcome in enumerate(outcomes)]
+    assert [fusion.refusal for fusion in fusions] == wanted
+    assert [fusion.template for fusion in fusions] == ["0", "1", "2"]
+
+
 def test_ways_to_replace_the_same_operators_are_listed_once() -> None:
     refusals = ["its results differ", "it is not faster", "it is not faster"]
 

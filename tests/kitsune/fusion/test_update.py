@@ -26,7 +26,7 @@ from tests.kitsune.steps import traced_step
 from tests.kitsune.training import Net
 
 LINEAR = (update.linear,)
-BOTH = (update.linear, update.without_casts)
+BOTH = (update.without_casts, update.linear)
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 BATCH = 6
 TWO_LAYERS = ((5, 4), (5,), (3, 5), (3,), ())  # weights, biases, and a factor
@@ -201,6 +201,47 @@ def test_large_layers_keep_their_gradients_where_that_is_faster() -> None:
     assert [tuple(param.meta["val"].shape) for param in rest.args[0]] == [(16, 64), (8, 16)]  # type: ignore[union-attr]
     tensors = inputs(shapes, width=64)
     assert_alike(run(new, tensors), run(module, tensors))
+
+
+def test_all_ways_are_compared_where_layers_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "_LARGE", 100)
+
+    def loss(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w1, b1).relu(), w2, b2).square().mean()
+
+    shapes = ((16, 64), (16,), (4, 16), (4,))
+    times = {2: 3.0, 3: 2.0, 4: 2.5}
+
+    def judge(alone: Alone) -> Verdict:
+        (node,) = calls(alone.after, "linear_adam_")
+        return Verdict(None, 5.0, times[len(node.args[3])])  # type: ignore[arg-type]
+
+    new, fusions = fuse(trace(step_of(loss), inputs(shapes, width=64)), LINEAR, judge)
+    assert [(fusion.refusal, fusion.after_us) for fusion in fusions] == [
+        ("another way saves more", 2.5),
+        (None, 2.0),
+        ("another way saves more", 3.0),
+    ]
+    (node,) = calls(new, "linear_adam_")
+    assert len(node.args[3]) == 3  # type: ignore[arg-type]
+
+
+def test_half_precision_gradients_are_updated_from_as_they_are() -> None:
+    """Casts go first, so that a library's products are compared without them; the kernel takes what is left of them."""
+
+    def loss(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, factor: Tensor) -> Tensor:
+        return autocast(two_layers)(x, w1, b1, w2, b2, factor)
+
+    module = trace(step_of(loss), inputs())
+    for judge, wanted in ((always, {"linear_adam_": 1, "adam_": 1}), (never_linear, {"adam_": 2})):
+        new, _ = fuse(module, BOTH, judge)
+        found = operators(new)
+        assert {name: found[name] for name in ("linear_adam_", "adam_") if found[name]} == wanted
+        assert_alike(run(new, inputs()), run(module, inputs()))
+
+
+def never_linear(alone: Alone) -> Verdict:
+    return never(alone) if calls(alone.after, "linear_adam_") else always(alone)
 
 
 def test_layers_without_bias_with_inputs_of_more_dimensions_and_one_column() -> None:
