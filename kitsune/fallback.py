@@ -214,7 +214,7 @@ class RefusalLog:
 
     def do_without(self, refusal: Refusal | RefusedError) -> None:
         """Notes why something that was asked for is left out of what is replayed."""
-        self._note(logging.WARNING, "%s does without an option: %s", refusal)
+        self._note(logging.WARNING, "%s does without what may be faster: %s", refusal)
 
     def _note(self, level: int, message: str, refusal: Refusal | RefusedError) -> None:
         text = str(refusal)

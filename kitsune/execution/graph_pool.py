@@ -36,6 +36,13 @@ class GraphPool:
         self._graphs += 1
         return self._handle
 
+    def num_bytes(self) -> int | None:
+        """The device memory that its graph takes, whether values lie there or not; None unless it has just one."""
+        if self._graphs != 1:
+            return None
+        segments = torch.cuda.memory_snapshot()
+        return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) == self._handle)
+
     def leave(self) -> None:
         """One graph less."""
         self._graphs -= 1

@@ -309,6 +309,7 @@ class WholeStep(GuardedStep):
             self._log.do_without,
             partial(clear, self._memory, device),
             partial(_eager_us, self.chooser),
+            partial(_num_bytes, self._pool, self._memory),
         )
         self._program = program
         self._input_ids = list(map(id, inputs))
@@ -458,6 +459,11 @@ def _is_skipped(program: StepProgram) -> bool:
 
 def _eager_us(chooser: Chooser) -> float:
     return math.inf if chooser.eager_seconds is None else chooser.eager_seconds * 1e6
+
+
+def _num_bytes(pool: GraphPool, memory: MemoryPool) -> int | None:
+    of_graph = pool.num_bytes()
+    return None if of_graph is None else of_graph + memory.statistics().used_bytes
 
 
 def _choice(planned: Planned) -> tuple[bool, str, int]:

@@ -385,7 +385,7 @@ def test_without_streams_one_is_used_and_the_status_says_why(
     assert status.not_in_effect == ("num_streams",)
     assert "needs CUDA streams" in status.refusals[-1]
     assert [record.message for record in caplog.records] == [
-        f"the training step does without an option: {status.refusals[-1]}"
+        f"the training step does without what may be faster: {status.refusals[-1]}"
     ]
     caplog.clear()
     status = train(num_streams=None).status()
