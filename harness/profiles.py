@@ -191,6 +191,9 @@ _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
 }
 """What is measured over batch sizes: eager, Kitsune, and on CUDA the fastest peers and what several streams gain."""
 
+_SWEPT_WHOLE = ("handcaptured_amp", "kitsune_trainstep_amp")
+"""Of these the memory is compared at every batch size, and the streams of Kitsune's step are shown."""
+
 _EARLIER = tuple(
     f"{form}_{precision}"
     for form in ("eager", "handcaptured", "kitsune_dropin", "kitsune_trainstep")
@@ -272,12 +275,14 @@ def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) ->
     """Whether set-up, peak memory and losses are measured at a commit, and not its time alone.
 
     Those of a peer do not change from commit to commit, so the quick profile measures them at HEAD; the losses of eager
-    PyTorch are needed everywhere, to compare with. Of Kitsune with something switched off it wants the time alone, and
-    the sweep wants no more of anything.
+    PyTorch are needed everywhere, to compare with. Of Kitsune with something switched off it wants the time alone, as
+    the sweep does of most.
     """
     if profile == "full":
         return True
-    if profile == "sweep" or variant.is_diagnostic:
+    if profile == "sweep":
+        return variant.name in _SWEPT_WHOLE
+    if variant.is_diagnostic:
         return False
     return at_head or variant.is_kitsune or variant.family == "eager"
 

@@ -314,14 +314,15 @@ SWEEP = [
 ]
 
 
-def test_the_sweep_times_all_batch_sizes_without_profiles(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_times_all_batch_sizes_and_compares_memory(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = (Case("mlp", 4, "cuda", 3, default=True), Case("mlp", 8, "cuda", 3))
     monkeypatch.setattr(profiles, "CASES", cases)
     pretender = Pretender(facts={**FACTS, "device_type": "cuda"})
     measured, history = run(replace(context, profile="sweep"), pretender)
     rounds = profiles.effort("sweep", "cuda").rounds
     assert pretender.rounds("mlp-b8") == pretender.rounds("mlp-b4") == [SWEEP] * rounds
-    assert history.profiles(COMMIT) == ()
+    whole = {(entry.case, entry.variant) for entry in history.profiles(COMMIT)}
+    assert whole == {(case.name, name) for case in cases for name in ("handcaptured_amp", "kitsune_trainstep_amp")}
     left_out = {
         entry.variant for entry in history.skips(COMMIT) if (entry.case, entry.status) == ("mlp-b8", "left out")
     }
