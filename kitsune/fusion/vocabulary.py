@@ -2,7 +2,7 @@
 
 nll_loss(log_softmax(cast?(logits)))          and the gradient of the logits
 embedding(tokens) + embedding(positions)
-embedding_backward(cast?(grad))
+embedding_backward(cast?(grad))               added to another gradient of the same table, cast or not
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from kitsune.fusion.losses import CrossEntropy, find_cross_entropy
 from kitsune.fusion.match import Builder, Match
 from kitsune.fusion.moves import Path, cast_after, is_view, repeated, without_cast
-from kitsune.fusion.nodes import arguments, aten, calls, result
+from kitsune.fusion.nodes import arguments, aten, calls, only_user, result
 from kitsune.graph import dataflow
 from kitsune.kernels import vocabulary  # noqa: F401 - defines the operators
 
@@ -87,7 +87,7 @@ def embedding(node: fx.Node) -> Iterator[Match]:
 
 
 def embedding_backward(node: fx.Node) -> Iterator[Match]:
-    """Matches of the gradient of an embedding's table."""
+    """Matches of the gradient of an embedding's table, with what it is added to, and alone."""
     if not calls(node, aten.embedding_dense_backward.default):
         return
     grad, indices, num_embeddings, padding_idx, scale_grad_by_freq = arguments(node)
@@ -95,15 +95,35 @@ def embedding_backward(node: fx.Node) -> Iterator[Match]:
         return
     path = without_cast(grad, [node])
 
-    def build(builder: Builder) -> list[fx.Node]:
+    def call(builder: Builder, *added: fx.Node) -> list[fx.Node]:
         made = builder.call(
             kitsune.embedding_backward.default,
-            path.moved(builder, path.source), indices,
+            path.moved(builder, path.source), indices, *added,
             num_embeddings=num_embeddings, padding_idx=padding_idx, dtype=node.meta["val"].dtype,
         )  # fmt: skip
         return [made]
 
-    yield Match.of("embedding backward", [node, *path.nodes], [node], build, [path.source])
+    add = only_user(node, aten.add.Tensor)
+    other = None if add is None else _added_to(node, add)
+    if add is not None and other is not None:
+
+        def build(builder: Builder) -> list[fx.Node]:
+            return call(builder, other.moved(builder, other.source))
+
+        nodes = [node, *path.nodes, add, *other.nodes]
+        yield Match.of("embedding backward + gradient", nodes, [add], build, [path.source, other.source])
+    yield Match.of("embedding backward", [node, *path.nodes], [node], call, [path.source])
+
+
+def _added_to(node: fx.Node, add: fx.Node) -> Path | None:
+    """The path to what `node` is added to, if that is as large and the sum of the same type."""
+    *terms, alpha = arguments(add)
+    other = next((term for term in terms if term is not node), None)
+    if alpha != 1 or not isinstance(other, fx.Node):
+        return None
+    values = [one.meta["val"] for one in (node, other, add)]
+    same = len({(value.shape, value.dtype, value.device) for value in values}) == 1
+    return without_cast(other, [add]) if same else None
 
 
 def _loss(node: fx.Node) -> _Loss | None:

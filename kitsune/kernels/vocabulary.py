@@ -2,7 +2,8 @@
 
 `kitsune::cross_entropy` and its backward read logits in their own precision and compute in float32: neither the logits
 nor their softmax is ever held in float32. The gradient may take the place of the logits. `kitsune::embedding` gathers
-rows, with those of a second table added, and `kitsune::embedding_backward` gives the dense gradient of a table.
+rows, with those of a second table added, and `kitsune::embedding_backward` gives the dense gradient of a table, added
+to the one that it has as the weight of another layer.
 Here are the definitions and the checks. On the CPU the operators are the references below, in plain torch.
 
 Tensors of values are float32, bfloat16 or float16; their rows are contiguous and evenly spaced.
@@ -42,7 +43,8 @@ torch.library.define(
 )
 torch.library.define(
     "kitsune::embedding_backward",
-    "(Tensor grad, Tensor indices, *, int num_embeddings, int padding_idx, ScalarType dtype) -> Tensor",
+    "(Tensor grad, Tensor indices, Tensor? added=None, *, int num_embeddings, int padding_idx, ScalarType dtype) "
+    "-> Tensor",
 )
 
 
@@ -154,7 +156,13 @@ def embedding(
 
 
 def embedding_backward(
-    grad: Tensor, indices: Tensor, *, num_embeddings: int, padding_idx: int = -1, dtype: torch.dtype
+    grad: Tensor,
+    indices: Tensor,
+    added: Tensor | None = None,
+    *,
+    num_embeddings: int,
+    padding_idx: int = -1,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The gradient of a table: row v is the sum of `grad` where the index is v, in float32 and rounded once.
 
@@ -163,6 +171,7 @@ def embedding_backward(
     Args:
         grad: (*, N).
         indices: (*), int32 or int64, with any strides. Those that are out of range count for nothing.
+        added: (V, N), to which the gradient is added; None for zeros.
         num_embeddings: rows of the table, V.
         padding_idx: the index that counts for nothing either; -1 for none.
         dtype: of the result.
@@ -174,7 +183,7 @@ def embedding_backward(
         ValueError: shapes, dtypes, devices or layouts do not fit.
     """
     return torch.ops.kitsune.embedding_backward.default(  # type: ignore[no-any-return]
-        grad, indices, num_embeddings=num_embeddings, padding_idx=padding_idx, dtype=dtype
+        grad, indices, added, num_embeddings=num_embeddings, padding_idx=padding_idx, dtype=dtype
     )
 
 
@@ -288,7 +297,13 @@ def _is_repeated(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 
 def _outputs_of_embedding_backward(
-    grad: Tensor, indices: Tensor, *, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+    grad: Tensor,
+    indices: Tensor,
+    added: Tensor | None = None,
+    *,
+    num_embeddings: int,
+    padding_idx: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     name = "embedding_backward"
     _check_indices(name, "indices", indices, grad.device)
@@ -297,6 +312,8 @@ def _outputs_of_embedding_backward(
         raise ValueError(f"{name} takes a table of at least one row: got num_embeddings={num_embeddings}")
     if dtype not in FLOATS:
         raise ValueError(f"{name} gives results in float32, bfloat16 or float16: got {dtype}")
+    if added is not None:
+        check_rows(name, "added", added, (num_embeddings, grad.shape[-1]), indices.device)
     return grad.new_empty(num_embeddings, grad.shape[-1], dtype=dtype)
 
 
@@ -356,11 +373,20 @@ def _embedding(
 
 
 def _embedding_backward(
-    result: Tensor, grad: Tensor, indices: Tensor, *, num_embeddings: int, padding_idx: int, dtype: torch.dtype
+    result: Tensor,
+    grad: Tensor,
+    indices: Tensor,
+    added: Tensor | None = None,
+    *,
+    num_embeddings: int,
+    padding_idx: int,
+    dtype: torch.dtype,
 ) -> None:
     counted = (indices >= 0) & (indices < num_embeddings) & (indices != padding_idx)
     places = torch.where(counted, indices, num_embeddings).flatten()
     sums = result.new_zeros(num_embeddings + 1, grad.shape[-1], dtype=torch.float32)
+    if added is not None:
+        sums[:-1] = added
     sums.index_add_(0, places, grad.reshape(-1, grad.shape[-1]).float())
     result.copy_(sums[:-1])
 

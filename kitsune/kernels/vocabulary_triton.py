@@ -272,8 +272,10 @@ def _sum_indices(
     order: tl.tensor,
     starts: tl.tensor,
     runs: tl.tensor,
+    added: tl.tensor,
     result: tl.tensor,
     stride: tl.tensor,
+    added_stride: tl.tensor,
     padding_idx: tl.int64,
     num_blocks: tl.tensor,
     num_cols: tl.constexpr,
@@ -281,10 +283,12 @@ def _sum_indices(
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
 ) -> None:
-    """One row of the result: the places of an index before, in, and after its runs."""
+    """One row of the result: the places of an index before, in, and after its runs, and what it is added to."""
     await_previous()
     index = tl.program_id(0) // num_blocks
     cols = tl.program_id(0) % num_blocks * block_cols + tl.arange(0, block_cols)
+    if added is not None:  # first: nothing that is looked up matters to it
+        total = tl.load(added + index.to(tl.int64) * added_stride + cols, cols < num_cols, other=0.0).to(tl.float32)
     begin = tl.load(starts + index)
     end = tl.where(index == padding_idx, begin, tl.load(starts + index + 1))
     first_run = (begin + run_length - 1) // run_length
@@ -295,8 +299,12 @@ def _sum_indices(
     sums = _sum_rows(sums, grad, order, stride, begin, before, cols, num_cols, block_rows)
     sums = _sum_rows(sums, runs, None, num_cols, first_run, last_run, cols, num_cols, block_rows)
     sums = _sum_rows(sums, grad, order, stride, after, end, cols, num_cols, block_rows)
+    if added is not None:
+        total += tl.sum(sums, 0)
+    else:
+        total = tl.sum(sums, 0)
     at = result + index.to(tl.int64) * num_cols + cols
-    tl.store(at, tl.sum(sums, 0).to(result.dtype.element_ty), cols < num_cols)
+    tl.store(at, total.to(result.dtype.element_ty), cols < num_cols)
 
 
 # The forms
@@ -450,6 +458,7 @@ def embedding_backward(
     result: Tensor,
     grad: Tensor,
     indices: Tensor,
+    added: Tensor | None = None,
     *,
     num_embeddings: int,
     padding_idx: int,
@@ -471,11 +480,12 @@ def embedding_backward(
                 grad, order, sorted_indices, runs, _stride(grad), num_blocks, num_cols=num_cols, run_length=RUN, **tile
             )
         _sum_indices[(num_embeddings * num_blocks,)](
-            grad, order, starts, runs, result, _stride(grad), padding_idx, num_blocks,
+            grad, order, starts, runs, added, result,
+            _stride(grad), 0 if added is None else _stride(added), padding_idx, num_blocks,
             num_cols=num_cols, run_length=RUN, **tile,
         )  # fmt: skip
 
-    key = f"embedding_backward {describe([grad, result])}"
+    key = f"embedding_backward {describe([grad, added, result])}"
     run(form or choose(key, embedding_forms(RUN, num_cols), run, grad.device))
 
 

@@ -320,6 +320,54 @@ def test_a_gradient_is_read_before_its_cast() -> None:
     assert_alike(run(new, tables()), run(module, tables()))
 
 
+def tied(table: Tensor, hidden: Tensor, tokens: Tensor, logits_grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The gradients of a table that is the weight of the last layer too, from its rows and from products."""
+    rows_grad = torch.ops.aten.embedding_dense_backward(hidden, tokens, len(table), 0, False)
+    weight_grad = (logits_grad.to(dtype).t() @ hidden.flatten(0, 1).to(dtype)).float()
+    return [rows_grad, weight_grad]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_the_gradient_of_a_tied_table(rows_first: bool, dtype: torch.dtype, device: str) -> None:
+    table, _, tokens, _, hidden = tables(device)
+    logits_grad = normal((tokens.numel(), len(table)), torch.float32, device, 5)
+
+    def function(table: Tensor, hidden: Tensor, tokens: Tensor, logits_grad: Tensor) -> list[Tensor | None]:
+        one, other = tied(table, hidden, tokens, logits_grad, dtype)
+        return [one + other if rows_first else other + one]
+
+    tensors = [table, hidden, tokens, logits_grad]
+    module, new = fused(function, tensors, TEMPLATES)
+    (call,) = calls(new, torch.ops.kitsune.embedding_backward.default)
+    assert call.args[2].meta["val"].dtype == dtype, "it is read before its cast"
+    assert operators(new, "aten")["add"] == 0
+    assert operators(new, "aten")["embedding_dense_backward"] == 0
+    assert_alike(run(new, tensors), run(module, tensors))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda one, other: [torch.add(one, other, alpha=2)],
+        lambda one, other: [one + other, one],
+        lambda one, _: [one + one],
+        lambda one, _: [one + 1],
+        lambda one, other: [one + other[:1]],
+        lambda one, other: [one + other.half()],
+    ],
+    ids=["scaled", "used otherwise", "twice", "a number", "one row", "another type"],
+)
+def test_what_a_gradient_of_a_table_is_not_added_to(use: Callable[[Tensor, Tensor], list[Tensor]]) -> None:
+    table, _, tokens, _, hidden = tables()
+    tensors = [table, hidden, tokens, normal((tokens.numel(), len(table)), torch.float32, "cpu", 5)]
+    module, new = fused(lambda *given: use(*tied(*given, torch.float32)), tensors, TEMPLATES)
+    (call,) = calls(new, torch.ops.kitsune.embedding_backward.default)
+    assert len(call.args) == 2
+    assert_alike(run(new, tensors), run(module, tensors))
+
+
 def scaled(table: Tensor, position_table: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     return torch.add(F.embedding(tokens, table), F.embedding(positions, position_table), alpha=2)
 

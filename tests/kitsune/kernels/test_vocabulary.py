@@ -286,6 +286,26 @@ def test_precisions_of_the_gradient_of_a_table(machine: Machine, dtype: torch.dt
     assert torch.equal(machine.embedding_backward(grad, indices, **options), found)
 
 
+@pytest.mark.parametrize("form", TILES, ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.bfloat16)]
+)
+def test_the_gradient_of_a_table_is_added_to_another(
+    machine: Machine, form: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Also to rows of which no index is, and to that of the padding."""
+    machine.use(form)
+    added = as_laid_out(normal((12, 10), dtypes[0], machine.device, 1), "sliced")
+    grad = normal((150, 10), torch.bfloat16, machine.device, 0)
+    indices = torch.arange(150, device=machine.device) ** 2 % 11
+    options = {"num_embeddings": 12, "padding_idx": 5, "dtype": dtypes[1]}
+    exact, eager = (gradient_in(compute, grad, indices, 12, 5) for compute in (torch.float64, torch.float32))
+    found = machine.embedding_backward(grad, indices, added, **options)
+    assert (found.dtype, found.shape, found.is_contiguous()) == (dtypes[1], (12, 10), True)
+    assert_as_accurate(found, (eager + added).to(dtypes[1]), exact + added.double())
+    assert torch.equal(found[[5, 11]], added[[5, 11]].to(dtypes[1]))
+
+
 @pytest.mark.parametrize("count", [63, 64, 65, 128, 200])
 def test_one_index_alone(machine: Machine, count: int) -> None:
     machine.use(TILES[1])
@@ -411,7 +431,7 @@ def calls(dtype: torch.dtype = torch.float32) -> dict[str, tuple[list[Any], dict
         "cross_entropy_backward": (backward, loss.options),
         "cross_entropy_backward_": (backward, loss.options),
         "embedding": ([weight, indices, weight[::2], indices[0]], {}),
-        "embedding_backward": ([weight[:6].view(2, 3, 4), indices.t().contiguous().t()], options),
+        "embedding_backward": ([weight[:6].view(2, 3, 4), indices.t().contiguous().t(), weight], options),
     }
 
 
@@ -523,6 +543,7 @@ def test_what_embedding_refuses(arguments: tuple[Any, ...], problem: str) -> Non
         ({"indices": INDICES.bool()}, "takes indices in torch.int32 or torch.int64 on cpu: got torch.bool"),
         ({"num_embeddings": 0}, "takes a table of at least one row: got num_embeddings=0"),
         ({"dtype": torch.float64}, "gives results in float32, bfloat16 or float16: got torch.float64"),
+        ({"added": torch.ones(5, 4)}, r"takes added of shape \(6, 4\) on cpu: got \(5, 4\)"),
     ],
 )
 def test_what_the_backward_of_embedding_refuses(changes: dict[str, Any], problem: str) -> None:
