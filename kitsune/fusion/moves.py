@@ -111,6 +111,16 @@ def casts_after(value: fx.Node) -> list[Path]:
     return paths if one_type and (len(casts) == 1 or not is_written(casts)) else []
 
 
+def casts_beside(value: fx.Node) -> list[fx.Node]:
+    """The casts of float32 `value` to a lower precision, if it is used otherwise too and none of them is overwritten.
+
+    There are none if they are of several types.
+    """
+    casts = [user for user in value.users if is_cast(user) and _narrows(user)]
+    one_type = len({cast.meta["val"].dtype for cast in casts}) == 1
+    return casts if one_type and len(casts) < len(value.users) and not is_written(casts) else []
+
+
 def repeated(builder: Builder, node: fx.Node, stand_ins: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """A call of the operator of `node`, with `stand_ins` in place of what it reads."""
     assert callable(node.target)

@@ -105,6 +105,7 @@ def _scale(squares: tl.tensor, eps: tl.tensor, num_cols: tl.constexpr) -> tl.ten
 @triton.jit
 def _store_normalized(
     y: tl.tensor,
+    copy: tl.tensor,
     centered: tl.tensor,
     scale: tl.tensor,
     weight: tl.tensor,
@@ -120,6 +121,8 @@ def _store_normalized(
     if bias is not None:
         result += _load_of_columns(bias, cols, num_cols)
     _store(y, result, rows, cols, end, num_cols)
+    if copy is not None:
+        _store(copy, result, rows, cols, end, num_cols)
 
 
 @launched()
@@ -132,6 +135,7 @@ def _norm(
     total: tl.tensor,
     mean: tl.tensor,
     rstd: tl.tensor,
+    copy: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     residual_stride: tl.tensor,
@@ -154,7 +158,7 @@ def _norm(
         if mean is not None:  # an average far from zero is rounded by much, which the differences have in common
             centered = _centered(centered, _average(centered, num_cols), cols, num_cols)
         scale = _scale(centered * centered, eps, num_cols)
-        _store_normalized(y, centered, scale, weight, bias, rows, cols, num_rows, num_cols)
+        _store_normalized(y, copy, centered, scale, weight, bias, rows, cols, num_rows, num_cols)
     else:
         if mean is not None:
             sums = tl.zeros((block_rows, block_cols), dtype=tl.float32)
@@ -175,7 +179,7 @@ def _norm(
             if residual is not None:
                 _store(total, values, rows, cols, num_rows, num_cols)
             centered = _centered(values, average, cols, num_cols)
-            _store_normalized(y, centered, scale, weight, bias, rows, cols, num_rows, num_cols)
+            _store_normalized(y, copy, centered, scale, weight, bias, rows, cols, num_rows, num_cols)
     if mean is not None:
         tl.store(mean + rows, average, rows < num_rows)
     tl.store(rstd + rows, scale, rows < num_rows)
@@ -212,6 +216,7 @@ def _scaled(grad: tl.tensor, weight: tl.tensor, cols: tl.tensor, num_cols: tl.co
 @triton.jit
 def _store_gradient(
     grad_x: tl.tensor,
+    copy: tl.tensor,
     scaled: tl.tensor,
     normal: tl.tensor,
     shift: tl.tensor,
@@ -229,6 +234,8 @@ def _store_gradient(
     if grad_total is not None:
         result += _load(grad_total, grad_total_stride, rows, cols, end, num_cols)
     _store(grad_x, result, rows, cols, end, num_cols)
+    if copy is not None:
+        _store(copy, result, rows, cols, end, num_cols)
 
 
 @triton.jit
@@ -247,6 +254,7 @@ def _norm_backward(
     rstd: tl.tensor,
     weight: tl.tensor,
     grad_x: tl.tensor,
+    copy: tl.tensor,
     partial_weight: tl.tensor,
     partial_bias: tl.tensor,
     num_rows: tl.tensor,
@@ -279,7 +287,7 @@ def _norm_backward(
             shift = _average(scaled, num_cols)
         slope = _average(scaled * normal, num_cols)
         _store_gradient(
-            grad_x, scaled, normal, shift, slope, rstd, grad_total, grad_total_stride, rows, cols, end, num_cols
+            grad_x, copy, scaled, normal, shift, slope, rstd, grad_total, grad_total_stride, rows, cols, end, num_cols
         )
     if partial_weight is not None:
         _store_partial(partial_weight, tl.program_id(0), sums_weight, cols, num_cols)
@@ -296,6 +304,7 @@ def _long_norm_backward(
     rstd: tl.tensor,
     weight: tl.tensor,
     grad_x: tl.tensor,
+    copy: tl.tensor,
     grad_y_stride: tl.tensor,
     grad_total_stride: tl.tensor,
     total_stride: tl.tensor,
@@ -322,7 +331,7 @@ def _long_norm_backward(
         scaled = _scaled(_load(grad_y, grad_y_stride, rows, cols, end, num_cols), weight, cols, num_cols)
         normal = _normalized(total, total_stride, mean, rstd, rows, cols, end, num_cols)
         _store_gradient(
-            grad_x, scaled, normal, shift, slope, rstd, grad_total, grad_total_stride, rows, cols, end, num_cols
+            grad_x, copy, scaled, normal, shift, slope, rstd, grad_total, grad_total_stride, rows, cols, end, num_cols
         )
 
 
@@ -442,14 +451,15 @@ def layer_norm(
     *,
     eps: float,
     dtype: torch.dtype,
+    copy_dtype: torch.dtype | None = None,
     form: Form | None = None,
 ) -> None:
     """Like all below: launches on the current stream what `kitsune.kernels.layer_norm` says and checks.
 
     Without a `form`, the fastest is chosen.
     """
-    y, total, mean, rstd = outputs
-    _launch(x, residual, weight, bias, y, total, mean, rstd, eps, form)
+    y, total, mean, rstd, copy = outputs
+    _launch(x, residual, weight, bias, y, total, mean, rstd, copy if copy_dtype else None, eps, form)
 
 
 def layer_norm_backward(
@@ -463,12 +473,14 @@ def layer_norm_backward(
     *,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
+    copy_dtype: torch.dtype | None = None,
     form: Form | None = None,
 ) -> None:
-    grad_x, grad_weight, grad_bias = outputs
+    grad_x, grad_weight, grad_bias, copy = outputs
     of_weight = None if weight_dtype is None else grad_weight
     of_bias = None if bias_dtype is None else grad_bias
-    _launch_backward(grad_y, grad_total, total, mean, rstd, weight, grad_x, of_weight, of_bias, form)
+    of_x = grad_x, copy if copy_dtype else None
+    _launch_backward(grad_y, grad_total, total, mean, rstd, weight, *of_x, of_weight, of_bias, form)
 
 
 def rms_norm(
@@ -479,10 +491,11 @@ def rms_norm(
     *,
     eps: float,
     dtype: torch.dtype,
+    copy_dtype: torch.dtype | None = None,
     form: Form | None = None,
 ) -> None:
-    y, total, rstd = outputs
-    _launch(x, residual, weight, None, y, total, None, rstd, eps, form)
+    y, total, rstd, copy = outputs
+    _launch(x, residual, weight, None, y, total, None, rstd, copy if copy_dtype else None, eps, form)
 
 
 def rms_norm_backward(
@@ -494,11 +507,13 @@ def rms_norm_backward(
     weight: Tensor | None,
     *,
     weight_dtype: torch.dtype | None,
+    copy_dtype: torch.dtype | None = None,
     form: Form | None = None,
 ) -> None:
-    grad_x, grad_weight = outputs
+    grad_x, grad_weight, copy = outputs
     of_weight = None if weight_dtype is None else grad_weight
-    _launch_backward(grad_y, grad_total, total, None, rstd, weight, grad_x, of_weight, None, form)
+    of_x = grad_x, copy if copy_dtype else None
+    _launch_backward(grad_y, grad_total, total, None, rstd, weight, *of_x, of_weight, None, form)
 
 
 def _launch(
@@ -510,6 +525,7 @@ def _launch(
     total: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
+    copy: Tensor | None,
     eps: float,
     form: Form | None,
 ) -> None:
@@ -527,6 +543,7 @@ def _launch(
             total,
             mean,
             rstd,
+            copy,
             rows,
             _stride(x),
             _stride(residual),
@@ -537,7 +554,7 @@ def _launch(
             num_warps=form.num_warps,
         )
 
-    key = f"norm {describe([x, residual, weight, bias, y, mean])}"
+    key = f"norm {describe([x, residual, weight, bias, y, mean, copy])}"
     run(form or choose(key, forms(rows, cols), run, x.device))
 
 
@@ -549,6 +566,7 @@ def _launch_backward(
     rstd: Tensor,
     weight: Tensor | None,
     grad_x: Tensor,
+    copy: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
     form: Form | None,
@@ -570,13 +588,13 @@ def _launch_backward(
         strides = _stride(grad_y), _stride(grad_total), _stride(total)
         if form.block_cols >= cols:
             _norm_backward[(num_partials,)](
-                grad_y, grad_total, total, mean, rstd, weight, grad_x, partial_weight, partial_bias,
+                grad_y, grad_total, total, mean, rstd, weight, grad_x, copy, partial_weight, partial_bias,
                 rows, rows_a_program, *strides,
                 num_cols=cols, block_rows=form.block_rows, block_cols=form.block_cols, num_warps=form.num_warps,
             )  # fmt: skip
         else:
             _long_norm_backward[(rows,)](
-                grad_y, grad_total, total, mean, rstd, weight, grad_x, *strides,
+                grad_y, grad_total, total, mean, rstd, weight, grad_x, copy, *strides,
                 num_cols=cols, block_cols=form.block_cols, num_warps=form.num_warps,
             )  # fmt: skip
             if sums:
@@ -592,7 +610,8 @@ def _launch_backward(
                 num_cols=cols, block_partials=block_partials, block_cols=block_cols,
             )  # fmt: skip
 
-    key = f"norm_backward {describe([grad_y, grad_total, total, mean, weight, grad_x, grad_weight, grad_bias])}"
+    described = describe([grad_y, grad_total, total, mean, weight, grad_x, copy, grad_weight, grad_bias])
+    key = f"norm_backward {described}"
     run(form or choose(key, backward_forms(rows, cols), run, total.device))
 
 

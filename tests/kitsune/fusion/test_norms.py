@@ -192,7 +192,7 @@ def test_without_weight_and_bias() -> None:
 
     module, new = fused(alone(norm), inputs(), TEMPLATES)
     (backward,) = calls(new, torch.ops.kitsune.layer_norm_backward.default)
-    assert backward.kwargs == {"weight_dtype": None, "bias_dtype": None}
+    assert backward.kwargs == {"weight_dtype": None, "bias_dtype": None, "copy_dtype": None}
     assert_alike(run(new, inputs()), run(module, inputs()))
 
 
@@ -205,7 +205,7 @@ def test_a_frozen_weight() -> None:
     module, new = fused(function, inputs(), TEMPLATES)
     assert operators(new) == {"layer_norm": 1, "layer_norm_backward": 1, "rms_norm": 1, "rms_norm_backward": 1}
     (backward,) = calls(new, torch.ops.kitsune.rms_norm_backward.default)
-    assert backward.kwargs == {"weight_dtype": None}
+    assert backward.kwargs == {"weight_dtype": None, "copy_dtype": None}
     assert_alike(run(new, inputs()), run(module, inputs()))
 
 
@@ -277,8 +277,62 @@ def test_additions_that_stay(function: Function) -> None:
     assert_alike(run(new, inputs()), run(module, inputs()))
 
 
-def used_as_it_is(y: Tensor) -> list[Tensor | None]:
-    return [y.bfloat16(), y.sin()]
+def one_cast(y: Tensor) -> list[Tensor | None]:
+    return [y.half() @ y.half().transpose(1, 2), y.sin()]
+
+
+def two_casts(y: Tensor) -> list[Tensor | None]:
+    return [y.bfloat16().exp(), y.sin(), y.bfloat16().cos(), y[0]]
+
+
+def itself(y: Tensor) -> list[Tensor | None]:
+    return [y, y.bfloat16()]
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("norm", [layer_norm, plain_rms_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("use", [one_cast, two_casts, itself], ids=lambda f: f.__name__)
+def test_a_result_that_is_read_in_two_precisions(
+    use: Callable[[Tensor], list[Tensor | None]], norm: Callable[..., Tensor], device: str
+) -> None:
+    """As after a post-norm: the residual stream in float32, and the next layer's input under autocast."""
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *_: Tensor) -> list[Tensor | None]:
+        return use(norm(x + residual, weight, bias))
+
+    module, new = fused(function, inputs(device), TEMPLATES)
+    (name,) = operators(new)
+    (node,) = calls(new, getattr(torch.ops.kitsune, name).default)
+    assert node.kwargs["dtype"] == torch.float32
+    assert node.kwargs["copy_dtype"] == (torch.float16 if use is one_cast else torch.bfloat16)
+    assert operators(new, "aten")["_to_copy"] == 0
+    assert_alike(run(new, inputs(device)), run(module, inputs(device)), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("norm", [layer_norm, plain_rms_norm], ids=lambda f: f.__name__)
+def test_a_gradient_that_is_read_in_two_precisions(norm: Callable[..., Tensor], device: str) -> None:
+    """As before a residual branch: the stream's gradient in float32, and that of the layer before under autocast."""
+
+    def function(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, grad: Tensor, stream: Tensor
+    ) -> list[Tensor | None]:
+        leaf = x.detach().requires_grad_()
+        y = norm(leaf, weight, bias)
+        (grad_x,) = torch.autograd.grad([y, leaf * 1], [leaf], [grad, stream])
+        return [y.detach(), grad_x.bfloat16().cos(), grad_x.sin()]
+
+    module, new = fused(function, inputs(device), TEMPLATES)
+    (name,) = [name for name in operators(new) if name.endswith("backward")]
+    (node,) = calls(new, getattr(torch.ops.kitsune, name).default)
+    assert node.kwargs["copy_dtype"] == torch.bfloat16
+    assert node.args[1] is not None, "the stream's gradient is added first"
+    assert operators(new, "aten")["_to_copy"] == 0
+    assert_alike(run(new, inputs(device)), run(module, inputs(device)), rtol=0.02, atol=0.02)
 
 
 def of_two_types(y: Tensor) -> list[Tensor | None]:
@@ -294,7 +348,19 @@ def overwritten(y: Tensor) -> list[Tensor | None]:
     return [one.view(-1)[:2].mul_(2), one, y.bfloat16()]
 
 
-@pytest.mark.parametrize("use", [used_as_it_is, of_two_types, to_double, overwritten], ids=lambda f: f.__name__)
+def overwritten_beside(y: Tensor) -> list[Tensor | None]:
+    return [*overwritten(y), y.sin()]
+
+
+def of_two_types_beside(y: Tensor) -> list[Tensor | None]:
+    return [*of_two_types(y), y.sin()]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [of_two_types, to_double, overwritten, overwritten_beside, of_two_types_beside],
+    ids=lambda f: f.__name__,
+)
 def test_casts_of_the_result_that_stay(use: Callable[[Tensor], list[Tensor | None]]) -> None:
     def function(x: Tensor, _: Tensor, weight: Tensor, bias: Tensor, *__: Tensor) -> list[Tensor | None]:
         return use(layer_norm(x, weight, bias))

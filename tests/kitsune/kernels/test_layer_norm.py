@@ -96,23 +96,31 @@ class Norm:
     def forward(self, machine: Machine, residual: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
         options = {"eps": EPS, "dtype": dtype}
         if self.mean:
-            outputs = machine.layer_norm(self.x, residual, self.weight, self.bias, **options)
-            return dict(zip(("y", "total", "mean", "rstd"), outputs, strict=True))
-        return dict(
-            zip(("y", "total", "rstd"), machine.rms_norm(self.x, residual, self.weight, **options), strict=True)
-        )
+            *outputs, copy = machine.layer_norm(self.x, residual, self.weight, self.bias, **options)
+            found = dict(zip(("y", "total", "mean", "rstd"), outputs, strict=True))
+        else:
+            *outputs, copy = machine.rms_norm(self.x, residual, self.weight, **options)
+            found = dict(zip(("y", "total", "rstd"), outputs, strict=True))
+        assert copy.shape == (0,)
+        return found
 
     def backward(self, machine: Machine, grad_total: Tensor | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Of the normalization of `x`, with the statistics of float32; the sums over rows are of `dtype`."""
         statistics = self.exact_statistics()
         of_rows = [one.float() for one in statistics]
         if self.mean:
-            grads = machine.layer_norm_backward(
+            *grads, copy = machine.layer_norm_backward(
                 self.grad_y, grad_total, self.x, *of_rows, self.weight, weight_dtype=dtype, bias_dtype=dtype
             )
-            return dict(zip(("grad_x", "grad_weight", "grad_bias"), grads, strict=True))
-        grads = machine.rms_norm_backward(self.grad_y, grad_total, self.x, *of_rows, self.weight, weight_dtype=dtype)
-        return dict(zip(("grad_x", "grad_weight"), grads, strict=True))
+            found = dict(zip(("grad_x", "grad_weight", "grad_bias"), grads, strict=True))
+        else:
+            of_weight = {"weight_dtype": dtype}
+            *grads, copy = machine.rms_norm_backward(
+                self.grad_y, grad_total, self.x, *of_rows, self.weight, **of_weight
+            )
+            found = dict(zip(("grad_x", "grad_weight"), grads, strict=True))
+        assert copy.shape == (0,)
+        return found
 
     def exact_statistics(self) -> list[Tensor]:
         return list(self.by_torch(self.x, torch.float64, torch.float64).values())[1:]
@@ -236,7 +244,7 @@ def test_one_gradient_without_the_other(machine: Machine, case: Case) -> None:
     only_weight = machine.layer_norm_backward(*operands, weight_dtype=torch.float32, bias_dtype=None)
     only_bias = machine.layer_norm_backward(*operands, weight_dtype=None, bias_dtype=torch.float32)
     assert (only_weight[2].numel(), only_bias[1].numel()) == (0, 0)
-    assert_same((only_weight[1], only_bias[2]), both[1:])
+    assert_same((only_weight[1], only_bias[2]), both[1:3])
 
 
 @BOTH
@@ -272,6 +280,26 @@ def test_rows_that_are_slices_and_results_that_repeat(machine: Machine, case: Ca
     found = outcome()
     assert all(one.is_contiguous() for one in found)
     assert_same(found, expected)
+
+
+@BOTH
+@pytest.mark.parametrize("mean", [True, False], ids=["layer norm", "RMS norm"])
+def test_results_in_two_precisions(machine: Machine, case: Case, mean: bool) -> None:
+    """The copy is what the result is cast to; it has the rounding of one step where that is of a low precision too."""
+    machine.use(case)
+    norm = Norm(case[0], torch.float32, machine.device, mean)
+    of_x = ("layer_norm", (norm.weight, norm.bias)) if mean else ("rms_norm", (norm.weight,))
+    statistics = [one.float() for one in norm.exact_statistics()]
+    dtypes = {"weight_dtype": torch.float32, **({"bias_dtype": torch.float32} if mean else {})}
+    for copy_dtype in (torch.bfloat16, torch.float16):
+        options = {"eps": EPS, "dtype": torch.float32, "copy_dtype": copy_dtype}
+        y, *_, copy = getattr(machine, of_x[0])(norm.x, norm.residual, *of_x[1], **options)
+        assert torch.equal(copy, y.to(copy_dtype))
+        operands = norm.grad_y, norm.grad_total, norm.x, *statistics, norm.weight
+        backward = getattr(machine, f"{of_x[0]}_backward")
+        grad_x, *_, copy = backward(*operands, **dtypes, copy_dtype=copy_dtype)
+        assert torch.equal(copy, grad_x.to(copy_dtype))
+        assert copy.is_contiguous()
 
 
 @BOTH
@@ -383,10 +411,10 @@ def calls(dtype: torch.dtype = torch.float32) -> dict[str, tuple[list[Any], dict
     norm = Norm((2, 3, 8), dtype, "cpu")
     mean, rstd = (one.float() for one in norm.exact_statistics())
     x, residual = as_laid_out(norm.x, "sliced"), norm.residual
-    grads = {"weight_dtype": torch.float32, "bias_dtype": dtype}
+    grads, copied = {"weight_dtype": torch.float32, "bias_dtype": dtype}, {"copy_dtype": torch.bfloat16}
     return {
-        "layer_norm": ([x, residual.float(), norm.weight, norm.bias], {"eps": EPS, "dtype": dtype}),
-        "layer_norm_backward": ([norm.grad_y, norm.grad_total, x, mean, rstd, norm.weight], grads),
+        "layer_norm": ([x, residual.float(), norm.weight, norm.bias], {"eps": EPS, "dtype": dtype, **copied}),
+        "layer_norm_backward": ([norm.grad_y, norm.grad_total, x, mean, rstd, norm.weight], {**grads, **copied}),
         "rms_norm": ([x, None, norm.weight], {"eps": EPS, "dtype": dtype}),
         "rms_norm_backward": ([norm.grad_y, None, x, rstd, norm.weight], {"weight_dtype": None}),
     }
@@ -440,6 +468,7 @@ X = torch.ones(2, 3, 8)
         ({"weight": torch.ones(16)[::2]}, r"takes weight dense in memory: got strides \(2,\)"),
         ({"bias": torch.ones(8).double()}, "takes bias of shape .* in torch.float64"),
         ({"dtype": torch.float64}, "gives results in float32, bfloat16 or float16: got torch.float64"),
+        ({"copy_dtype": torch.int8}, "gives results in float32, bfloat16 or float16: got torch.int8"),
     ],
 )
 def test_what_the_forward_refuses(changes: dict[str, Any], problem: str) -> None:
@@ -457,6 +486,7 @@ def test_what_the_forward_refuses(changes: dict[str, Any], problem: str) -> None
         ({"rstd": torch.ones(2, 3, 1).half()}, "takes rstd of shape .* in torch.float16"),
         ({"weight": torch.ones(8, 1)}, "takes weight of shape"),
         ({"bias_dtype": torch.float64}, "gives results in float32"),
+        ({"copy_dtype": torch.float64}, "gives results in float32"),
     ],
 )
 def test_what_the_backward_refuses(changes: dict[str, Any], problem: str) -> None:
