@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how thoroughly")
     how.add_argument(
         "--profile", choices=[name for name in get_args(profiles.Name) if name != "check"], default="quick",
-        help="quick (the default): the small models at one batch size; sweep: eager, one peer and Kitsune at all of "
-        "their batch sizes; full: every model, variant and batch size, which takes much longer",
+        help="quick (the default): the small models at one batch size; sweep: eager, the fastest peers and Kitsune "
+        "at all of their batch sizes; full: every model, variant and batch size, which takes much longer",
     )  # fmt: skip
     how.add_argument(
         "--until", choices=get_args(profiles.Until), default="rounds",

@@ -36,12 +36,12 @@ class GraphPool:
         self._graphs += 1
         return self._handle
 
-    def num_bytes(self) -> int | None:
-        """The device memory that its graph takes, whether values lie there or not; None unless it has just one."""
-        if self._graphs != 1:
-            return None
-        segments = torch.cuda.memory_snapshot()
-        return sum(int(one["total_size"]) for one in segments if tuple(one["segment_pool_id"]) == self._handle)
+    def num_bytes(self) -> int:
+        """The device memory that it holds, whether values lie there or not; 0 if the allocator does not tell."""
+        if self._handle is None or torch.cuda.get_allocator_backend() != "native":
+            return 0
+        segments = torch.cuda.memory_snapshot(self._handle, include_traces=False)
+        return sum(int(one["total_size"]) for one in segments)
 
     def leave(self) -> None:
         """One graph less."""

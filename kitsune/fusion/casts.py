@@ -25,7 +25,7 @@ Kind = Callable[[fx.Node], Hashable]
 def parameters(node: fx.Node) -> Iterator[Match]:
     """All casts of inputs from one type to another, which are ready at once.
 
-    What is cast to be padded stays: a region does both at once.
+    What is cast to be padded stays: a region may do both at once.
     """
     nodes = _group(node, _cast)
     if len(nodes) < 2:

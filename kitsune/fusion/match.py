@@ -60,8 +60,8 @@ class Match:
         others: what it reads beside the inputs of `nodes`; earlier nodes.
         given: earlier operators whose results are among the inputs, where the replacement relies on what they compute.
         squares: inputs that are never negative, which matters to what is done with them.
-        has_rivals: whether matches that follow from the same node are tried even if this one may be used: the one
-            that saves most is.
+        has_rivals: whether the next match from the same node is tried even if this one may be used. Of those that may,
+            the one that saves most is used.
     """
 
     template: str
@@ -171,8 +171,8 @@ def alone(match: Match) -> Alone:
     """What there is to compare.
 
     Raises:
-        ValueError, TypeError, RuntimeError: the replacement's operators do not take what they are given, or give
-            tensors of another kind or layout.
+        ValueError, TypeError, RuntimeError: the replacement's operators do not take what they are given, give tensors
+            of another kind or layout, or read what is not among the inputs.
     """
     inputs = match.inputs()
     before, stand_ins = _with_inputs(inputs)
@@ -185,6 +185,7 @@ def alone(match: Match) -> Alone:
         _refuse_other(node, other)
     before.output([stand_ins[node] for node, _ in pairs])
     after.output([other for _, other in pairs])
+    after.lint()
     return Alone(fx.GraphModule({}, before), fx.GraphModule({}, after), fx.GraphModule({}, _given(match, inputs)))
 
 

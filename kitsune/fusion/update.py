@@ -207,6 +207,7 @@ def _fits(update: _Update, place: int, gradient: _Gradient) -> bool:
     """Whether the kernels take this parameter with what its gradient is computed from.
 
     They read layers' inputs while they write parameters, and leave everything as it is where gradients are infinite.
+    Gradients that others use as well they store in float32.
     """
     state = [entries[place].meta["val"] for entries in update.lists if entries and entries[place] in update.written]
     operands = [node.meta["val"] for node in gradient.operands()]
@@ -215,6 +216,7 @@ def _fits(update: _Update, place: int, gradient: _Gradient) -> bool:
         and all(one.dtype in DTYPES and one.device == state[0].device and _has_dense_rows(one) for one in operands)
         and not update.overwrites(gradient.operands())
         and not (gradient.is_kept() and update.options["found_inf"] is not None)
+        and not (gradient.is_kept() and update.lists[1][place].meta["val"].dtype != torch.float32)
     )
 
 

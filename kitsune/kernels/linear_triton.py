@@ -49,6 +49,7 @@ _FORMS = (
 # With more, tiles are larger where that is possible: a product of that size fills a device with large tiles as well,
 # and each form that is tried takes time to compile. What is left out was not timed.
 _MOST_TILES = 1024
+_LARGEST = 3  # forms that are tried where all have more: not every device has the shared memory for each
 SMALLEST_BLOCK = 16  # of `tl.dot`
 
 
@@ -66,7 +67,7 @@ def forms(num_rows: int, num_cols: int, num_deep: int, candidates: Sequence[Form
         if form.rows <= most_rows and form.cols <= most_cols and form.slices * min(form.depth, most_deep) <= most_deep
     ]
     few = [form for form in fitting if num_tiles(form, num_rows, num_cols) <= _MOST_TILES]
-    return tuple(dict.fromkeys(few or fitting[-1:]))
+    return tuple(dict.fromkeys(few or fitting[-_LARGEST:]))
 
 
 def num_tiles(form: Form, num_rows: int, num_cols: int) -> int:

@@ -399,7 +399,8 @@ def cross_entropy_backward(
 
     def trial(form: Form) -> None:
         """Of a part of the rows, as the logits may be what is to be overwritten, and too many for a copy."""
-        run(form, logits.new_empty(min(num_rows, max(1, _MOST_TRIED // num_cols)), num_cols))
+        shape = min(num_rows, max(1, _MOST_TRIED // num_cols)), num_cols
+        run(form, logits.new_empty_strided(shape, result.stride()))
 
     key = f"cross_entropy_backward {describe([logits, targets, result])}"
     run(form or choose(key, loss_forms(num_cols), trial, logits.device), result)

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from kitsune.errors import Refusal, RefusedError
+from kitsune.errors import RefusedError
 from kitsune.execution.in_order import Outputs
 from kitsune.timing.stopwatch import Stopwatch
 
@@ -40,13 +40,6 @@ _LONGER_LAUNCH = 0.1
 
 # One pace is slower than another if so many of the pairs say so; of 40 steps each, chance alone says so in one of 100.
 _SLOWER = 0.65
-
-# What a winner may take of memory: so many times what the first entrant takes, which runs what was captured in order.
-# A plan bounds what is alive at once. What the allocator keeps for each stream, and what libraries work in, is seen
-# only once it is recorded (in float32, ResNet-18 at batch 128 on an H200 needed 1.08 times a captured eager step's
-# peak on three streams). The allocator takes memory in segments: one more or less says nothing.
-_MOST_MEMORY = 1.05
-_SEGMENT = 20 << 20
 
 _PROBE_EVERY = 5000
 _DRIFT = 1.2
@@ -77,9 +70,9 @@ class Contest(Generic[E]):
     first one that none of the others is clearly faster than. A replay takes what the device takes for it, or what the
     host takes at least to launch it, if that is more. And where the loop as a whole leaves the device idle, none is
     chosen that slows the loop down: a graph on several streams takes longer to launch, which is lost if nothing waits
-    for the device. The best is made anew, alone, so that no memory of the trials is kept; if it takes much more than
-    the first, the next best is taken. It is timed again now and then: when it has become much slower than it was, or
-    slower than a step is without replaying, the trials are repeated, and from then on less often.
+    for the device. The best is made anew, alone, so that no memory of the trials is kept; or if that fails, the next
+    best. It is timed again now and then: when it has become much slower than it was, or slower than a step is
+    without replaying, the trials are repeated, and from then on less often.
 
     Args:
         first: makes the first entrant, at once.
@@ -88,7 +81,6 @@ class Contest(Generic[E]):
         refused: told why an entrant could not be made.
         clear: frees what released entrants have left.
         limit_us: what a step takes without replaying; infinite where that is not known.
-        num_bytes: what the present entrant takes of the device's memory; None where that is not known.
 
     Raises:
         RefusedError: by the constructor and by calls, if not even the first entrant can be made.
@@ -107,13 +99,10 @@ class Contest(Generic[E]):
         refused: Callable[[RefusedError], None],
         clear: Callable[[], None],
         limit_us: Callable[[], float],
-        num_bytes: Callable[[], int | None],
     ) -> None:
-        self._stopwatch, self._refused, self._clear = stopwatch, refused, clear
-        self._limit_us, self._num_bytes = limit_us, num_bytes
+        self._stopwatch, self._refused, self._clear, self._limit_us = stopwatch, refused, clear, limit_us
         self._makers: tuple[Maker[E], ...] = (first,)
         self.winner = first(inputs)
-        self._first_bytes = num_bytes()
         self._entrants: dict[int, E] = {0: self.winner}
         self._times_us: list[float | None] = [None]
         self._present = 0
@@ -121,6 +110,7 @@ class Contest(Generic[E]):
         self._samples: dict[int, list[float]] = {}
         self._launches: dict[int, list[float]] = {}
         self._paces: dict[int, list[float]] = {}
+        self._earlier_us: list[float] = []
         self._latest_start = 0.0
         self._slow_probes = 0
         self._is_runoff = False
@@ -204,6 +194,7 @@ class Contest(Generic[E]):
         self.trying = True
         self.winner.restart()
         self._samples, self._launches, self._paces = {}, {}, {}
+        self._earlier_us = [math.inf] * len(self._makers)
         self._turns = deque(range(1, len(self._makers)))
         self._replays = 0
         self._stopwatch.read()
@@ -220,6 +211,11 @@ class Contest(Generic[E]):
         if best and not self._is_runoff:
             self._is_runoff = True
             self._times_us = self._medians(self._samples)
+            times_us = self._replay_times()
+            self._earlier_us = [
+                math.inf if self._launches_longer(place, 0, times_us) else time_us
+                for place, time_us in enumerate(times_us)
+            ]
             self._samples, self._launches, self._paces = {}, {}, {}
             self._turns = deque([leader, rival] * _RUNOFF_TURNS)
             if self._next(inputs):
@@ -244,30 +240,36 @@ class Contest(Generic[E]):
         self.settled += 1
         latest = zip(self._medians(self._samples), self._times_us, strict=True)
         self._times_us = [earlier if median is None else median for median, earlier in latest]
-        times_us = [math.inf if time_us is None else time_us for time_us in self._times_us]
+        replays_us = self._ranking(best)
         while (error := self._refuse_alone(best, inputs)) is not None:
             if best == 0:  # it could be made before, so it may be again
                 raise RefusedError(error.refusal, passing=True) from error
             self._refused(error)
-            times_us[best] = math.inf
-            best = _first_of_the_fastest(times_us)
+            replays_us[best] = math.inf
+            best = _first_of_the_fastest(replays_us)
         self._put(best)
 
+    def _ranking(self, best: int) -> list[float]:
+        """What a replay takes by each entrant's latest turns; infinite for those that slow the loop down, or may."""
+        latest_us = self._replay_times()
+        fastest = _first_of_the_fastest(latest_us)
+        ranked_us = [
+            earlier if math.isinf(latest) else latest
+            for latest, earlier in zip(latest_us, self._earlier_us, strict=True)
+        ]
+        if fastest != best:
+            ranked_us[fastest] = math.inf
+        return ranked_us
+
     def _refuse_alone(self, place: int, inputs: Sequence[torch.Tensor]) -> RefusedError | None:
-        """Makes an entrant when there is no other; returns why it cannot be the winner."""
+        """Makes an entrant when there is no other; returns why it cannot be made."""
         self._keep()
         self._clear()
         try:
             self._make(place, inputs)
         except RefusedError as error:
             return error
-        first_bytes, num_bytes = self._first_bytes, self._num_bytes()
-        if place == 0 or first_bytes is None or num_bytes is None:
-            return None
-        if num_bytes <= max(_MOST_MEMORY * first_bytes, first_bytes + _SEGMENT):
-            return None
-        sizes = f"{num_bytes / 2**20:.0f} MiB of memory, in order it takes {first_bytes / 2**20:.0f}"
-        return RefusedError(Refusal(f"the step replays faster by a plan that takes {sizes}"))
+        return None
 
     def _put(self, place: int) -> None:
         self._present, self.winner = place, self._entrants[place]
@@ -291,12 +293,18 @@ class Contest(Generic[E]):
 
     def _slows_the_loop(self, place: int, rival: int, times_us: Sequence[float]) -> bool:
         """Whether steps follow each other more slowly than with the rival, which takes longer for a replay."""
-        longer_us = min(self._launches[place]) - min(self._launches[rival])
-        if longer_us <= _LONGER_LAUNCH * (times_us[rival] - times_us[place]):
+        if not self._launches_longer(place, rival, times_us):
             return False
         ours, theirs = ([max(pace_us, times_us[one]) for pace_us in self._paces[one]] for one in (place, rival))
         slower = sum(our_us > their_us for our_us in ours for their_us in theirs)
         return slower > _SLOWER * len(ours) * len(theirs)
+
+    def _launches_longer(self, place: int, rival: int, times_us: Sequence[float]) -> bool:
+        """Whether a launch takes so much longer than the rival's that it may matter to the loop."""
+        if place not in self._launches or rival not in self._launches:
+            return False
+        longer_us = min(self._launches[place]) - min(self._launches[rival])
+        return longer_us > _LONGER_LAUNCH * (times_us[rival] - times_us[place])
 
     def _finalists(self) -> tuple[int, int]:
         """The place of the fastest, and that of the best; if they are the same, of the best of those before it."""

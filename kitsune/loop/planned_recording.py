@@ -11,23 +11,44 @@ import torch
 
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.cuda_graph import free_caches
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.schedule import peak_bytes
 
+# What a plan on several streams may take beyond what the step in order takes: this share of all that is allocated, or
+# what libraries work in on a few more streams. A plan bounds what is alive at once (`planning.MEMORY_FACTOR`); what the
+# allocator keeps for each stream, and what libraries work in, is seen only in a recording.
+_MORE_OF_ALL = 0.1
+_MORE_AT_LEAST = 64 << 20
+
+
+def most_on_streams(in_order_bytes: int, device: torch.device) -> int:
+    """How many bytes of `device` a graph on several streams may take where that of the step in order takes so many."""
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return in_order_bytes + max(int(_MORE_OF_ALL * (allocated + in_order_bytes)), _MORE_AT_LEAST)
+
 
 def record_planned(
-    memory: MemoryPool, planned: Planned, inputs: Sequence[torch.Tensor], **conditions: Any
+    memory: MemoryPool,
+    planned: Planned,
+    inputs: Sequence[torch.Tensor],
+    *,
+    most_bytes: int | None = None,
+    **conditions: Any,
 ) -> Recording:
     """Records a plan in an arena of `memory`, which it shares with other plans that never run at the same time.
 
     Args:
+        most_bytes: by how much the pools of graphs and arenas may grow for a plan on several streams, which is by all
+            that it takes where it is the only one; None for any number.
         conditions: those of a `Recording`.
 
     Raises:
         RefusedError: it cannot be recorded, or there is too little memory.
     """
+    before = _taken_bytes(memory, conditions["pool"])
     try:
         arena = memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
     except torch.OutOfMemoryError as error:
@@ -35,7 +56,7 @@ def record_planned(
     give_back = partial(memory.give, arena)
     live_bytes = partial(peak_bytes, planned.plan.graph, planned.plan.schedule)
     try:
-        return Recording(
+        recording = Recording(
             planned.module,
             inputs,
             lowered=planned.lowered(arena),
@@ -46,6 +67,16 @@ def record_planned(
     except BaseException:
         give_back()
         raise
+    taken = _taken_bytes(memory, conditions["pool"]) - before
+    if most_bytes is not None and planned.plan.schedule.num_streams > 1 and taken > most_bytes:
+        recording.release()
+        sizes = f"{taken / 2**20:.0f} MiB of memory, of {most_bytes / 2**20:.0f} that it may"
+        raise RefusedError(Refusal(f"a plan on {planned.plan.schedule.num_streams} streams takes {sizes}"))
+    return recording
+
+
+def _taken_bytes(memory: MemoryPool, pool: GraphPool) -> int:
+    return pool.num_bytes() + memory.statistics().used_bytes
 
 
 def clear(memory: MemoryPool, device: torch.device) -> None:

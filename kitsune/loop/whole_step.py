@@ -32,7 +32,7 @@ from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.by_address import ByAddress, Record
 from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
-from kitsune.loop.planned_recording import clear, record_planned
+from kitsune.loop.planned_recording import clear, most_on_streams, record_planned
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording, most_live_bytes
 from kitsune.loop.rounding import rounding
@@ -86,6 +86,7 @@ class WholeStep(GuardedStep):
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] | None = None
         self._choice: tuple[bool, str, int] | None = None
+        self._in_order_bytes = 0  # that its graph takes
         self._since_capture = 0  # replays
         self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
@@ -302,6 +303,7 @@ class WholeStep(GuardedStep):
         inputs = [*flat, *program.state]
         device = inputs[0].device
         self._handout = handout(device) if device.type == "cuda" and self._config.cuda_graphs else None
+        before = self._pool.num_bytes()
         self._contest = Contest(
             self._maker(program, partial(Recording, program.module, **self._conditions(program))),
             inputs,
@@ -309,8 +311,8 @@ class WholeStep(GuardedStep):
             self._log.do_without,
             partial(clear, self._memory, device),
             partial(_eager_us, self.chooser),
-            partial(_num_bytes, self._pool, self._memory),
         )
+        self._in_order_bytes = self._pool.num_bytes() - before
         self._program = program
         self._input_ids = list(map(id, inputs))
         self._verified.clear()
@@ -419,6 +421,7 @@ class WholeStep(GuardedStep):
             others = tuple(planned for planned in others if _choice(planned) == self._choice)
         self._others = others
         conditions = self._conditions(program)
+        conditions["most_bytes"] = most_on_streams(self._in_order_bytes, inputs[0].device)
         records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
         contest.open([self._maker(program, record) for record in records])
 
@@ -459,11 +462,6 @@ def _is_skipped(program: StepProgram) -> bool:
 
 def _eager_us(chooser: Chooser) -> float:
     return math.inf if chooser.eager_seconds is None else chooser.eager_seconds * 1e6
-
-
-def _num_bytes(pool: GraphPool, memory: MemoryPool) -> int | None:
-    of_graph = pool.num_bytes()
-    return None if of_graph is None else of_graph + memory.statistics().used_bytes
 
 
 def _choice(planned: Planned) -> tuple[bool, str, int]:

@@ -19,7 +19,7 @@ from kitsune.collection import no_garbage_collection
 from kitsune.device import refuse_streams
 from kitsune.execution.placing import only
 from kitsune.fallback import Chooser
-from kitsune.loop import contest, planning, recording, whole_step
+from kitsune.loop import contest, planned_recording, planning, recording, whole_step
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.memory.pooled import pooled_bytes
@@ -155,6 +155,18 @@ def test_plans_are_made_to_fit_the_memory_that_the_user_allows(monkeypatch: pyte
     assert bounded
     assert max(bounded) <= limit
     assert status.refusals == status.not_in_effect == ()
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_plans_that_take_much_more_memory_than_the_step_in_order_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *others = train().status().schedules
+    assert others
+    monkeypatch.setattr(planned_recording, "_MORE_AT_LEAST", 0)  # on a CPU, graphs take nothing, and arenas something
+    status = train().status()
+    assert [schedule.chosen for schedule in status.schedules] == [True, *[False] * len(others)]
+    assert all(schedule.measured_us is None for schedule in status.schedules[1:])
+    assert "streams takes" in status.refusals[0]
+    assert "MiB of memory, of 0 that it may" in status.refusals[0]
 
 
 @pytest.mark.usefixtures("replay_is_faster")

@@ -149,9 +149,14 @@ def test_an_operator_that_does_not_take_it_is_the_reason() -> None:
             (x,) = arguments(node)
             yield Match.of("transposed", [node], [node], lambda builder: [builder.call(aten.t.default, x)])
 
-    module = traced(lambda x: [x.exp()], X)
-    new, fusions = FusionEngine((impossible, narrower), always).fuse(module)
-    assert ["it cannot be used here" in (fusion.refusal or "") for fusion in fusions] == [True, True]
+    def of_another_graph(node: fx.Node) -> Iterator[Match]:
+        if calls(node, aten.exp.default):
+            other = node.graph.find_nodes(op="call_function", target=aten.cos.default)[0]
+            yield Match.of("foreign", [node], [node], lambda builder: [builder.call(aten.exp.default, other)])
+
+    module = traced(lambda x: [x.exp(), x.cos()], X)
+    new, fusions = FusionEngine((impossible, narrower, of_another_graph), always).fuse(module)
+    assert ["it cannot be used here" in (fusion.refusal or "") for fusion in fusions] == [True, True, True]
     assert "(2, 3)" in (fusions[1].refusal or "")
     assert count(new, aten.exp.default) == 1
 

@@ -232,6 +232,19 @@ def with_bias(bias_of: Callable[[Tensor], Tensor], **options: int) -> Function:
     return function
 
 
+def of_itself(operands: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> Function:
+    """The loss of logits whose input or bias may be a view of the weight, and its gradient."""
+
+    def function(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Sequence[Tensor | None]:
+        rows, weight, bias = operands(x.flatten(0, 1).to(torch.bfloat16), weight.to(torch.bfloat16))
+        leaf = torch.addmm(bias, rows, weight.t()).detach().requires_grad_()
+        loss = F.cross_entropy(leaf.float(), targets.flatten())
+        (gradient,) = torch.autograd.grad([loss], [leaf], [scale])
+        return [loss.detach(), gradient @ weight]
+
+    return function
+
+
 @pytest.mark.parametrize(
     ("function", "num_classes", "wanted"),
     [
@@ -242,8 +255,22 @@ def with_bias(bias_of: Callable[[Tensor], Tensor], **options: int) -> Function:
         (with_bias(lambda weight: weight[:, 0]), NUM_CLASSES, PADDED),
         (with_bias(lambda weight: weight[:, 0], alpha=2), NUM_CLASSES, NUM_CLASSES),
         (with_bias(lambda weight: weight[:8, :1]), NUM_CLASSES, NUM_CLASSES),
+        (with_bias(lambda weight: weight[0, :1]), NUM_CLASSES, NUM_CLASSES),
+        (of_itself(lambda x, weight: (x, weight, weight[:, 0])), NUM_CLASSES, NUM_CLASSES),
+        (of_itself(lambda x, weight: (weight[:8], weight, x[0, :1])), NUM_CLASSES, NUM_CLASSES),
     ],
-    ids=["aligned", "aligned by half", "few", "not cast", "bias", "with alpha", "a bias for each row"],
+    ids=[
+        "aligned",
+        "aligned by half",
+        "few",
+        "not cast",
+        "bias",
+        "with alpha",
+        "a bias for each row",
+        "one bias for all",
+        "a bias of the weight",
+        "an input of the weight",
+    ],
 )
 def test_which_rows_become_longer(function: Function, num_classes: int, wanted: int) -> None:
     """Of few classes the space would be much of the whole; 1300 of 2 bytes are 8 too many for a multiple of 16."""

@@ -336,6 +336,19 @@ def test_gradients_that_are_kept(optimizer: Update, amp: bool) -> None:
     assert {*dataflow.outputs(new.graph)} <= {leaf for found in written for leaf in found}
 
 
+def test_a_half_precision_gradient_that_is_kept_leaves_the_others_to_the_kernel() -> None:
+    halves: list[Tensor] = []
+
+    def prepare(grads: list[Tensor]) -> list[Tensor]:
+        halves[:] = [grad.bfloat16() for grad in grads]
+        return [half.float() for half in halves]
+
+    function = step_of(two_layers, results=lambda grads: [halves[3].abs().amax()], prepare=prepare)
+    new = compare(function, inputs(), BOTH, rtol=0.02, atol=0.02)
+    (node,) = calls(new, "linear_adam_")
+    assert len(node.args[3]) == 3, "two weights and a bias"  # type: ignore[arg-type]
+
+
 def test_a_norm_of_the_gradients_after_the_update() -> None:
     new = compare(step_of(two_layers, results=lambda grads: [torch.linalg.vector_norm(grads[0])]), inputs())
     assert operators(new) == {"linear_adam_": 1, "adam_": 1}

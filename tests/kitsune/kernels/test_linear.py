@@ -222,6 +222,11 @@ def test_forms_fit_the_shape(kernels: ModuleType, shape: tuple[int, int, int]) -
         assert form.cols < max(32, 2 * shape[1])
 
 
+def test_of_large_products_several_forms_are_tried(kernels: ModuleType) -> None:
+    """The largest ones take more shared memory than some devices have."""
+    assert kernels.forms(70000, 70000, 4096) == kernels._FORMS[-3:]
+
+
 # The operators
 
 

@@ -118,7 +118,7 @@ class Loss:
 @pytest.mark.parametrize("reduction", vocabulary.REDUCTIONS)
 def test_cross_entropy(machine: Machine, form: tuple[int, int, int], dtype: torch.dtype, reduction: str) -> None:
     machine.use(form)
-    for shape in (SHAPE, (5, 1), (1, 33), (2, 16)):
+    for shape in (SHAPE, (5, 1), (1, 33), (2, 16), (3, 64)):
         for label_smoothing in (0.0, 0.1):
             loss = Loss(shape, dtype, machine.device)
             loss.options |= {"reduction": reduction, "label_smoothing": label_smoothing}

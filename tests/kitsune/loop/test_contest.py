@@ -89,7 +89,6 @@ class Race:
         self.refusals: list[str] = []
         self.alive_when_cleared: list[list[str]] = []
         self.limit_us = math.inf
-        self.sizes_mib: dict[str, int] = {}
         self._others = [self._maker(str(place)) for place in range(1, len(costs_us))]
         self.contest = Contest(
             self._maker("0"),
@@ -98,7 +97,6 @@ class Race:
             lambda error: self.refusals.append(error.refusal.reason),
             lambda: self.alive_when_cleared.append(self.alive()),
             lambda: self.limit_us,
-            lambda: self.sizes_mib.get(self.made[-1].name, 1000) << 20,
         )
 
     def open(self) -> None:
@@ -329,39 +327,56 @@ def test_a_winner_that_cannot_be_made_again_leaves_the_first() -> None:
     assert race.alive() == ["0"]
 
 
-def test_a_winner_that_takes_much_memory_leaves_the_next_best() -> None:
-    race = Race(100.0, 50.0, 80.0, 40.0, 70.0)
-    race.sizes_mib = {"1": 1051, "3": 1200, "4": 1050}
+class Crowded(Race):
+    """A race some of whose runners cannot be made again, once all have been."""
+
+    def __init__(self, *costs_us: float, refused: Sequence[int]) -> None:
+        super().__init__(*costs_us)
+        self._refused = {str(place) for place in refused}
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if len(self.made) == len(self.costs_us):
+                self.costs_us |= dict.fromkeys(self._refused)
+            super().run(1)
+
+
+def test_of_winners_that_cannot_be_made_again_the_next_best() -> None:
+    race = Crowded(100.0, 50.0, 80.0, 40.0, 70.0, refused=(1, 3))
     race.open()
     race.run(300)
+    assert race.refusals == ["no 3", "no 1"]
     assert race.contest.place == 4
     assert race.alive() == ["4"]
     assert race.alive_when_cleared == [[], [], []], "each is made alone"
-    assert race.refusals == [
-        "the step replays faster by a plan that takes 1200 MiB of memory, in order it takes 1000",
-        "the step replays faster by a plan that takes 1051 MiB of memory, in order it takes 1000",
-    ]
     assert race.contest.times_us == (100.0, 50.0, 80.0, 40.0, 70.0)
 
 
-def test_where_all_take_much_memory_the_first_stays() -> None:
-    race = Race(10.0, 5.0, 4.0)
-    race.sizes_mib = {"1": 2000, "2": 2000}
+def test_where_none_can_be_made_again_the_first() -> None:
+    race = Crowded(100.0, 50.0, 40.0, refused=(1, 2))
     race.open()
     race.run(300)
+    assert race.refusals == ["no 2", "no 1"]
     assert race.contest.place == 0
-    assert race.alive() == ["0"]
-    assert len(race.refusals) == 2
 
 
-def test_a_segment_of_the_allocator_more_is_not_much() -> None:
-    race = Race(10.0, 5.0)
-    race.sizes_mib = {"0": 8, "1": 28}
-    race.contest._first_bytes = 8 << 20
+def test_what_slows_the_loop_down_is_not_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    race = Crowded(100.0, 60.0, 50.0, refused=(1,))
+    host = Host(race, monkeypatch, {"0": 10.0, "1": 11.0, "2": 90.0}, rest_us=10.0, waits=True)
     race.open()
-    race.run(300)
+    host.run(400)
+    assert not race.contest.trying
+    assert race.refusals == ["no 1"]
+    assert race.contest.place == 0
+
+
+def test_what_takes_long_to_launch_is_not_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    race = Crowded(100.0, 60.0, 55.0, 50.0, refused=(3,))
+    host = Host(race, monkeypatch, {"0": 10.0, "1": 11.0, "2": 300.0, "3": 12.0}, rest_us=10.0, waits=False)
+    race.open()
+    host.run(400)
+    assert race.refusals == ["no 3"]
     assert race.contest.place == 1
-    assert race.refusals == []
 
 
 def test_if_not_even_the_first_can_be_made_the_call_is_refused() -> None:
