@@ -48,9 +48,14 @@ _FORMS = (
     Form(32, 32, 64, 1, 4, 3),
     Form(64, 32, 64, 1, 4, 3),
     Form(64, 64, 32, 1, 4, 4),
+    Form(128, 64, 32, 1, 8, 4),
     Form(128, 64, 64, 1, 4, 4),
     Form(128, 128, 64, 1, 8, 4),
 )
+
+_MOST_UNROLLED = 1024
+"""Products that a thread adds at a time where no tensor cores do: each is an instruction, in the code for each group,
+and with more of them a form takes many seconds to compile."""
 
 _MOST_READ_FIRST = 32
 """Elements of a tile that a thread has: of larger ones the registers do not hold what is read before the product."""
@@ -452,7 +457,8 @@ def _launch(
             )
 
         grads, xs, *states = (_grouped(tensors, part) for tensors in (*operands, *written))
-        run(form or _fastest(kernel, grads, xs, states, f"{flags} tf32={allow_tf32}", run), states, found_inf)
+        options, candidates = f"{flags} tf32={allow_tf32}", _candidates(grads, allow_tf32)
+        run(form or _fastest(kernel, grads, xs, states, options, candidates, run), states, found_inf)
 
 
 def _parts(lists: Lists) -> Iterator[Sequence[Group]]:
@@ -488,6 +494,7 @@ def _fastest(
     xs: Groups,
     states: Sequence[Groups],
     options: str,
+    candidates: Sequence[Form],
     run: Callable[[Form, Sequence[Groups], None], None],
 ) -> Form:
     """The fastest form; it is found on copies of what the kernel updates."""
@@ -505,7 +512,13 @@ def _fastest(
     shapes = [(*_shape(group[0]), grad[0].shape[0]) for grad, group in zip(grads, states[0], strict=True)]
     rows, cols, batch = (max(sizes) for sizes in zip(*shapes, strict=True))
     key = f"{kernel.__name__} {described} {aligned} {options}"
-    return choose(key, forms(rows, cols, batch, _FORMS), trial, grads[0][0].device)
+    return choose(key, forms(rows, cols, batch, candidates), trial, grads[0][0].device)
+
+
+def _candidates(grads: Groups, allow_tf32: bool) -> Sequence[Form]:
+    if allow_tf32 or all(group[0].dtype != torch.float32 for group in grads):
+        return _FORMS
+    return [form for form in _FORMS if form.rows * form.cols * form.depth <= _MOST_UNROLLED * 32 * form.num_warps]
 
 
 def _layout(grads: Groups, xs: Groups, states: Sequence[Groups], form: Form, allow_tf32: bool) -> _Layout:

@@ -35,9 +35,11 @@ class OwnLoss(nn.Module):
 
 
 @cache
-def gpt2_step(dtype: torch.dtype, *, dropout: float = 0.0, own_loss: bool = False) -> TracedStep:
+def gpt2_step(
+    dtype: torch.dtype, *, dropout: float = 0.0, own_loss: bool = False, vocabulary: int = VOCABULARY
+) -> TracedStep:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    config = gpt2.configuration(n_layer=2, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=LENGTH)
+    config = gpt2.configuration(n_layer=2, n_head=2, n_embd=16, vocab_size=vocabulary, n_positions=LENGTH)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
     if own_loss:
         return _step(partial(_with_own_loss, "GPT2LMHeadModel", config), dtype)

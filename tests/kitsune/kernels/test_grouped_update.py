@@ -292,8 +292,18 @@ def test_forms_that_are_tried_at_the_same_time_share_whole_copies(
     part = [(index,) for index in layers.layers]
     grads, xs = (kernels._grouped(tensors, part) for tensors in layers.tensors(1))
     states = [tuple((one,) for one in layers.parameters)] * 4
-    kernels._fastest(kernels._linear_sgd, grads, xs, states, "", note)
+    kernels._fastest(kernels._linear_sgd, grads, xs, states, "", kernels._FORMS, note)
     assert shapes == [[[one.shape for one in layers.parameters]] * 4] * 4
+
+
+def test_forms_that_take_long_to_compile_are_left_to_tensor_cores(kernels: ModuleType) -> None:
+    single, half = (((torch.ones(2, 2, dtype=dtype),),) for dtype in (torch.float32, torch.bfloat16))
+    for grads, allow_tf32 in ((half, False), (half * 2, False), (single, True)):
+        assert kernels._candidates(grads, allow_tf32) == kernels._FORMS
+    for grads in (single, single + half):
+        few = kernels._candidates(grads, False)
+        assert set(few) < set(kernels._FORMS)
+        assert max(form.rows * form.cols * form.depth // form.num_warps for form in few) == 1024 * 32
 
 
 @pytest.mark.parametrize("update", [adam, sgd])
