@@ -21,7 +21,9 @@ ALIGNMENT_BYTES = 16
 class Form(NamedTuple):
     """A tile of the result, `rows` by `cols`, is summed over `slices` times `depth` products an iteration.
 
-    With several slices each has an accumulator of its own (and warps of its own); they are added at the end.
+    With several slices each has an accumulator of its own (and warps of its own); they are added at the end. With
+    `by_lanes` no tensor core is asked: every thread has a tile of sums of its own, of some of the products, which are
+    added at the end too. That is meant for float32, and for operands that lie densely along what is summed over.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class Form(NamedTuple):
     slices: int
     num_warps: int
     num_stages: int
+    by_lanes: bool = False
 
 
 # From small to large. For MLPs at small batches, those of 16 x 16 with 4 warps were the fastest on an H200.
@@ -46,6 +49,15 @@ _FORMS = (
     Form(128, 128, 32, 1, 8, 4),
     Form(128, 128, 64, 1, 8, 3),
 )
+# Their threads have 8 x 8 sums each. They were chosen by the instructions that are made of them, and not timed yet.
+_FORMS_BY_LANES = (
+    Form(16, 16, 32, 1, 4, 4, by_lanes=True),
+    Form(16, 16, 64, 1, 8, 4, by_lanes=True),
+    Form(8, 16, 32, 1, 2, 4, by_lanes=True),
+    Form(8, 16, 64, 1, 4, 4, by_lanes=True),
+    Form(8, 8, 32, 1, 1, 4, by_lanes=True),
+)
+_LOADS_AHEAD = tl.constexpr(4)  # of iterations, where the loop says itself how many
 # With more, tiles are larger where that is possible: a product of that size fills a device with large tiles as well,
 # and each form that is tried takes time to compile. What is left out was not timed.
 _MOST_TILES = 1024
@@ -94,9 +106,21 @@ def multiply(
     block_cols: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
+    by_lanes: tl.constexpr = False,
 ) -> tl.tensor:
     """The tile of `left @ right` at `rows` and `cols` (int64), summed in float32 over the dimension called depth."""
-    if slices == 1:
+    if by_lanes:
+        left_at = left + rows[:, None] * left_row_stride
+        right_at = right + cols[:, None] * right_col_stride
+        totals = tl.zeros((block_rows, block_cols, depth), dtype=tl.float32)
+        for start in tl.range(0, num_deep, depth, num_stages=_LOADS_AHEAD):
+            deep = (start + tl.arange(0, depth)).to(tl.int64)
+            is_deep = deep[None, :] < num_deep
+            a = tl.load(left_at + deep[None, :] * left_depth_stride, (rows[:, None] < num_rows) & is_deep, other=0.0)
+            b = tl.load(right_at + deep[None, :] * right_depth_stride, (cols[:, None] < num_cols) & is_deep, other=0.0)
+            totals += a.to(dtype).to(tl.float32)[:, None, :] * b.to(dtype).to(tl.float32)[None, :, :]
+        total = tl.sum(totals, 2)
+    elif slices == 1:
         left_at = left + rows[:, None] * left_row_stride
         right_at = right + cols[None, :] * right_col_stride
         total = tl.zeros((block_rows, block_cols), dtype=tl.float32)
@@ -207,6 +231,7 @@ def _linear(
     block_cols: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
+    by_lanes: tl.constexpr,
 ) -> None:
     await_previous()
     dtype: tl.constexpr = y.dtype.element_ty
@@ -215,7 +240,7 @@ def _linear(
         biases = tl.load(bias + cols * bias_stride, cols < num_cols, other=0.0).to(dtype).to(tl.float32)
     value = multiply(
         x, x_row_stride, x_depth_stride, weight, weight_row_stride, weight_depth_stride,
-        rows, cols, num_rows, num_cols, num_deep, dtype, precision, block_rows, block_cols, depth, slices,
+        rows, cols, num_rows, num_cols, num_deep, dtype, precision, block_rows, block_cols, depth, slices, by_lanes,
     )  # fmt: skip
     if bias is not None:
         value += biases[None, :]
@@ -297,12 +322,15 @@ def linear(
             *weight.stride(),
             0 if bias is None else bias.stride(0),
             activation=activation,
+            by_lanes=form.by_lanes,
             **compile_options(form, y.dtype, allow_tf32),
         )
 
     options = f"{activation} keep={preactivation.numel() > 0} tf32={allow_tf32}"
     key = f"linear {describe([x, weight, bias, y])} {options}"
-    run(form or choose(key, forms(num_rows, num_cols, num_deep), run, x.device))
+    is_dense = x.stride(1) == weight.stride(1) == 1
+    more = _FORMS_BY_LANES if y.dtype == torch.float32 and not allow_tf32 and is_dense else ()
+    run(form or choose(key, forms(num_rows, num_cols, num_deep, (*more, *_FORMS)), run, x.device))
 
 
 def input_gradient(

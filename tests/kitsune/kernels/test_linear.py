@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 SHAPES = ((19, 37, 45), (1, 1, 1), (16, 32, 64), (33, 5, 130))  # M, N, K
-FORMS = ((16, 16, 16, 1, 4, 2), (32, 16, 16, 4, 4, 2), (16, 64, 32, 2, 8, 1))
+FORMS = ((16, 16, 16, 1, 4, 2), (32, 16, 16, 4, 4, 2), (16, 64, 32, 2, 8, 1), (8, 16, 16, 1, 2, 4, True))
 PRECISIONS = [
     (torch.float32, torch.float32, torch.float32),
     (torch.float32, torch.float32, torch.bfloat16),  # the first layer under autocast
@@ -225,6 +225,39 @@ def test_forms_fit_the_shape(kernels: ModuleType, shape: tuple[int, int, int]) -
 def test_of_large_products_several_forms_are_tried(kernels: ModuleType) -> None:
     """The largest ones take more shared memory than some devices have."""
     assert kernels.forms(70000, 70000, 4096) == kernels._FORMS[-3:]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allow_tf32", "layout", "wanted"),
+    [
+        (torch.float32, False, "dense", True),
+        (torch.float32, True, "dense", False),
+        (torch.bfloat16, False, "dense", False),
+        (torch.float32, False, "transposed", False),
+    ],
+)
+def test_where_products_are_summed_by_lanes(
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    allow_tf32: bool,
+    layout: str,
+    wanted: bool,
+) -> None:
+    tried: list[Any] = []
+
+    def note(_key: str, forms: tuple[Any, ...], _run: object, _device: object) -> Any:
+        tried.extend(forms)
+        return kernels.Form(*FORMS[0])
+
+    monkeypatch.setattr(kernels, "choose", note)
+    patch_interpreter(monkeypatch)
+    x, weight, bias = operands(SHAPES[0], (dtype, dtype))
+    if layout == "transposed":
+        x = as_laid_out(x, "transposed")
+    Machine("cpu", kernels).linear(x, weight, bias, "relu", dtype=dtype, allow_tf32=allow_tf32)
+    assert any(form.by_lanes for form in tried) == wanted
+    assert not all(form.by_lanes for form in tried)
 
 
 # The operators
