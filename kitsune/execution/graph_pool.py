@@ -36,10 +36,12 @@ class GraphPool:
         self._graphs += 1
         return self._handle
 
-    def num_bytes(self) -> int:
-        """The device memory that it holds, whether values lie there or not; 0 if the allocator does not tell."""
-        if self._handle is None or torch.cuda.get_allocator_backend() != "native":
+    def num_bytes(self) -> int | None:
+        """The device memory that it holds, whether values lie there or not; None if the allocator does not tell."""
+        if self._handle is None:
             return 0
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
         segments = torch.cuda.memory_snapshot(self._handle, include_traces=False)
         return sum(int(one["total_size"]) for one in segments)
 

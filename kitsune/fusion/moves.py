@@ -114,9 +114,10 @@ def casts_after(value: fx.Node) -> list[Path]:
 def casts_beside(value: fx.Node) -> list[fx.Node]:
     """The casts of float32 `value` to a lower precision, if it is used otherwise too and none of them is overwritten.
 
-    There are none if they are of several types.
+    There are none if they are of several types; casts that lay it out otherwise are other uses.
     """
-    casts = [user for user in value.users if is_cast(user) and _narrows(user)]
+    strides = value.meta["val"].stride()
+    casts = [user for user in value.users if is_cast(user) and _narrows(user) and user.meta["val"].stride() == strides]
     one_type = len({cast.meta["val"].dtype for cast in casts}) == 1
     return casts if one_type and len(casts) < len(value.users) and not is_written(casts) else []
 

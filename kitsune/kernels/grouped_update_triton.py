@@ -457,8 +457,7 @@ def _launch(
             )
 
         grads, xs, *states = (_grouped(tensors, part) for tensors in (*operands, *written))
-        options, candidates = f"{flags} tf32={allow_tf32}", _candidates(grads, allow_tf32)
-        run(form or _fastest(kernel, grads, xs, states, options, candidates, run), states, found_inf)
+        run(form or _fastest(kernel, grads, xs, states, str(flags), allow_tf32, run), states, found_inf)
 
 
 def _parts(lists: Lists) -> Iterator[Sequence[Group]]:
@@ -494,7 +493,7 @@ def _fastest(
     xs: Groups,
     states: Sequence[Groups],
     options: str,
-    candidates: Sequence[Form],
+    allow_tf32: bool,
     run: Callable[[Form, Sequence[Groups], None], None],
 ) -> Form:
     """The fastest form; it is found on copies of what the kernel updates."""
@@ -511,14 +510,16 @@ def _fastest(
     described = describe([one for groups in (grads, xs, states[0]) for group in groups for one in group])
     shapes = [(*_shape(group[0]), grad[0].shape[0]) for grad, group in zip(grads, states[0], strict=True)]
     rows, cols, batch = (max(sizes) for sizes in zip(*shapes, strict=True))
-    key = f"{kernel.__name__} {described} {aligned} {options}"
-    return choose(key, forms(rows, cols, batch, candidates), trial, grads[0][0].device)
+    key = f"{kernel.__name__} {described} {aligned} {options} tf32={allow_tf32}"
+    found = forms(rows, cols, batch, _FORMS)
+    has_tensor_cores = allow_tf32 or all(group[0].dtype != torch.float32 for group in grads)
+    return choose(key, found if has_tensor_cores else _compiled_soon(found), trial, grads[0][0].device)
 
 
-def _candidates(grads: Groups, allow_tf32: bool) -> Sequence[Form]:
-    if allow_tf32 or all(group[0].dtype != torch.float32 for group in grads):
-        return _FORMS
-    return [form for form in _FORMS if form.rows * form.cols * form.depth <= _MOST_UNROLLED * 32 * form.num_warps]
+def _compiled_soon(candidates: Sequence[Form]) -> Sequence[Form]:
+    """Those that are, or the first one."""
+    products = [form.rows * form.cols * form.depth * form.slices // (32 * form.num_warps) for form in candidates]
+    return [form for form, each in zip(candidates, products, strict=True) if each <= _MOST_UNROLLED] or candidates[:1]
 
 
 def _layout(grads: Groups, xs: Groups, states: Sequence[Groups], form: Form, allow_tf32: bool) -> _Layout:

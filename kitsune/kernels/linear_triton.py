@@ -49,7 +49,7 @@ _FORMS = (
     Form(128, 128, 32, 1, 8, 4),
     Form(128, 128, 64, 1, 8, 3),
 )
-# Their threads have 8 x 8 sums each. They were chosen by the instructions that are made of them, and not timed yet.
+# Their threads have 64 sums each. They were chosen by the instructions that are made of them, and not timed yet.
 _FORMS_BY_LANES = (
     Form(16, 16, 32, 1, 4, 4, by_lanes=True),
     Form(16, 16, 64, 1, 8, 4, by_lanes=True),
@@ -57,7 +57,6 @@ _FORMS_BY_LANES = (
     Form(8, 16, 64, 1, 4, 4, by_lanes=True),
     Form(8, 8, 32, 1, 1, 4, by_lanes=True),
 )
-_LOADS_AHEAD = tl.constexpr(4)  # of iterations, where the loop says itself how many
 # With more, tiles are larger where that is possible: a product of that size fills a device with large tiles as well,
 # and each form that is tried takes time to compile. What is left out was not timed.
 _MOST_TILES = 1024
@@ -106,14 +105,17 @@ def multiply(
     block_cols: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
-    by_lanes: tl.constexpr = False,
+    loads_ahead: tl.constexpr = 0,
 ) -> tl.tensor:
-    """The tile of `left @ right` at `rows` and `cols` (int64), summed in float32 over the dimension called depth."""
-    if by_lanes:
+    """The tile of `left @ right` at `rows` and `cols` (int64), summed in float32 over the dimension called depth.
+
+    With `loads_ahead` it is summed by lanes, and so many iterations are loaded ahead.
+    """
+    if loads_ahead:
         left_at = left + rows[:, None] * left_row_stride
         right_at = right + cols[:, None] * right_col_stride
         totals = tl.zeros((block_rows, block_cols, depth), dtype=tl.float32)
-        for start in tl.range(0, num_deep, depth, num_stages=_LOADS_AHEAD):
+        for start in tl.range(0, num_deep, depth, num_stages=loads_ahead):
             deep = (start + tl.arange(0, depth)).to(tl.int64)
             is_deep = deep[None, :] < num_deep
             a = tl.load(left_at + deep[None, :] * left_depth_stride, (rows[:, None] < num_rows) & is_deep, other=0.0)
@@ -231,7 +233,7 @@ def _linear(
     block_cols: tl.constexpr,
     depth: tl.constexpr,
     slices: tl.constexpr,
-    by_lanes: tl.constexpr,
+    loads_ahead: tl.constexpr,
 ) -> None:
     await_previous()
     dtype: tl.constexpr = y.dtype.element_ty
@@ -240,7 +242,7 @@ def _linear(
         biases = tl.load(bias + cols * bias_stride, cols < num_cols, other=0.0).to(dtype).to(tl.float32)
     value = multiply(
         x, x_row_stride, x_depth_stride, weight, weight_row_stride, weight_depth_stride,
-        rows, cols, num_rows, num_cols, num_deep, dtype, precision, block_rows, block_cols, depth, slices, by_lanes,
+        rows, cols, num_rows, num_cols, num_deep, dtype, precision, block_rows, block_cols, depth, slices, loads_ahead,
     )  # fmt: skip
     if bias is not None:
         value += biases[None, :]
@@ -322,7 +324,7 @@ def linear(
             *weight.stride(),
             0 if bias is None else bias.stride(0),
             activation=activation,
-            by_lanes=form.by_lanes,
+            loads_ahead=form.num_stages if form.by_lanes else 0,
             **compile_options(form, y.dtype, allow_tf32),
         )
 

@@ -113,6 +113,7 @@ class Contest(Generic[E]):
         self._earlier_us: list[float] = []
         self._latest_start = 0.0
         self._slow_probes = 0
+        self._unfit: set[int] = set()
         self._is_runoff = False
         self._replays = 0
         self._probe_every = _PROBE_EVERY
@@ -195,7 +196,7 @@ class Contest(Generic[E]):
         self.winner.restart()
         self._samples, self._launches, self._paces = {}, {}, {}
         self._earlier_us = [math.inf] * len(self._makers)
-        self._turns = deque(range(1, len(self._makers)))
+        self._turns = deque(place for place in range(1, len(self._makers)) if place not in self._unfit)
         self._replays = 0
         self._stopwatch.read()
 
@@ -245,6 +246,7 @@ class Contest(Generic[E]):
             if best == 0:  # it could be made before, so it may be again
                 raise RefusedError(error.refusal, passing=True) from error
             self._refused(error)
+            self._unfit.add(best)
             replays_us[best] = math.inf
             best = _first_of_the_fastest(replays_us)
         self._put(best)

@@ -17,17 +17,25 @@ from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.schedule import peak_bytes
 
-# What a plan on several streams may take beyond what the step in order takes: this share of all that is allocated, or
-# what libraries work in on a few more streams. A plan bounds what is alive at once (`planning.MEMORY_FACTOR`); what the
-# allocator keeps for each stream, and what libraries work in, is seen only in a recording.
-_MORE_OF_ALL = 0.1
+# What a plan on several streams may take, as a multiple of what the step captured by hand would take, which is what it
+# takes in order and the gradients, which stay; or more than in order by what libraries work in on a few more streams. A
+# plan bounds what is alive at once (`planning.MEMORY_FACTOR`). What the allocator keeps for each stream, and what
+# libraries work in, is seen only in a recording.
+_MOST = 1.05
 _MORE_AT_LEAST = 64 << 20
 
 
-def most_on_streams(in_order_bytes: int, device: torch.device) -> int:
-    """How many bytes of `device` a graph on several streams may take where that of the step in order takes so many."""
-    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    return in_order_bytes + max(int(_MORE_OF_ALL * (allocated + in_order_bytes)), _MORE_AT_LEAST)
+def most_on_streams(in_order_bytes: int, inputs: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> int:
+    """How many bytes a graph on several streams may take.
+
+    Args:
+        in_order_bytes: what that of the step in order takes.
+        inputs: what the step reads beside, its state included.
+        trained: the parameters.
+    """
+    beside = sum(tensor.nbytes for tensor in inputs)
+    by_hand = beside + in_order_bytes + sum(tensor.nbytes for tensor in trained)
+    return max(int(_MOST * by_hand) - beside, in_order_bytes + _MORE_AT_LEAST)
 
 
 def record_planned(
@@ -67,16 +75,22 @@ def record_planned(
     except BaseException:
         give_back()
         raise
-    taken = _taken_bytes(memory, conditions["pool"]) - before
-    if most_bytes is not None and planned.plan.schedule.num_streams > 1 and taken > most_bytes:
+    num_streams = planned.plan.schedule.num_streams
+    if most_bytes is None or num_streams == 1:
+        return recording
+    try:
+        taken = _taken_bytes(memory, conditions["pool"]) - before
+        if taken > most_bytes:
+            sizes = f"{taken / 2**20:.0f} MiB of memory, of {most_bytes / 2**20:.0f} that it may"
+            raise RefusedError(Refusal(f"a plan on {num_streams} streams takes {sizes}"))
+    except BaseException:
         recording.release()
-        sizes = f"{taken / 2**20:.0f} MiB of memory, of {most_bytes / 2**20:.0f} that it may"
-        raise RefusedError(Refusal(f"a plan on {planned.plan.schedule.num_streams} streams takes {sizes}"))
+        raise
     return recording
 
 
 def _taken_bytes(memory: MemoryPool, pool: GraphPool) -> int:
-    return pool.num_bytes() + memory.statistics().used_bytes
+    return (pool.num_bytes() or 0) + memory.statistics().used_bytes
 
 
 def clear(memory: MemoryPool, device: torch.device) -> None:

@@ -86,7 +86,7 @@ class WholeStep(GuardedStep):
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] | None = None
         self._choice: tuple[bool, str, int] | None = None
-        self._in_order_bytes = 0  # that its graph takes
+        self._in_order_bytes: int | None = None  # that its graph takes, if that is known
         self._since_capture = 0  # replays
         self._is_reopened = False  # the chooser, until it has settled again
         self._trained: list[torch.nn.Parameter] = []
@@ -312,7 +312,7 @@ class WholeStep(GuardedStep):
             partial(clear, self._memory, device),
             partial(_eager_us, self.chooser),
         )
-        self._in_order_bytes = self._pool.num_bytes() - before
+        self._in_order_bytes = None if before else self._pool.num_bytes() or None
         self._program = program
         self._input_ids = list(map(id, inputs))
         self._verified.clear()
@@ -421,7 +421,8 @@ class WholeStep(GuardedStep):
             others = tuple(planned for planned in others if _choice(planned) == self._choice)
         self._others = others
         conditions = self._conditions(program)
-        conditions["most_bytes"] = most_on_streams(self._in_order_bytes, inputs[0].device)
+        if self._in_order_bytes is not None:
+            conditions["most_bytes"] = most_on_streams(self._in_order_bytes, inputs, self._trained)
         records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
         contest.open([self._maker(program, record) for record in records])
 

@@ -17,6 +17,7 @@ import kitsune
 import models
 from kitsune.collection import no_garbage_collection
 from kitsune.device import refuse_streams
+from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.placing import only
 from kitsune.fallback import Chooser
 from kitsune.loop import contest, planned_recording, planning, recording, whole_step
@@ -161,12 +162,34 @@ def test_plans_are_made_to_fit_the_memory_that_the_user_allows(monkeypatch: pyte
 def test_plans_that_take_much_more_memory_than_the_step_in_order_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     _, *others = train().status().schedules
     assert others
-    monkeypatch.setattr(planned_recording, "_MORE_AT_LEAST", 0)  # on a CPU, graphs take nothing, and arenas something
+    told = iter([0])  # nothing before the step in order is recorded, and always 1 byte since: arenas take more
+    monkeypatch.setattr(GraphPool, "num_bytes", lambda _: next(told, 1))
+    monkeypatch.setattr(planned_recording, "_MOST", 0.0)
+    monkeypatch.setattr(planned_recording, "_MORE_AT_LEAST", 0)
     status = train().status()
     assert [schedule.chosen for schedule in status.schedules] == [True, *[False] * len(others)]
     assert all(schedule.measured_us is None for schedule in status.schedules[1:])
     assert "streams takes" in status.refusals[0]
     assert "MiB of memory, of 0 that it may" in status.refusals[0]
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_graphs_do_not_tell_what_they_take_plans_are_not_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_recording, "_MOST", 0.0)
+    monkeypatch.setattr(planned_recording, "_MORE_AT_LEAST", 0)
+    for told in (0, None):  # operators issued one by one; another allocator
+        monkeypatch.setattr(GraphPool, "num_bytes", lambda _, told=told: told)
+        status = train().status()
+        assert status.refusals == ()
+        assert all(schedule.measured_us is not None for schedule in status.schedules)
+
+
+def test_what_a_plan_on_several_streams_may_take() -> None:
+    """ResNet-18's float32 step, in MiB: 1.05 times all that stays, less what lies beside the graph."""
+    state, trained = torch.empty(134 << 20, dtype=torch.uint8), torch.empty(45 << 20, dtype=torch.uint8)
+    most = planned_recording.most_on_streams(770 << 20, [state], [trained])
+    assert most == int(1.05 * ((134 + 770 + 45) << 20)) - (134 << 20)
+    assert planned_recording.most_on_streams(50 << 20, [], []) == (50 + 64) << 20
 
 
 @pytest.mark.usefixtures("replay_is_faster")

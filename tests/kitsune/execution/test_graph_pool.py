@@ -22,6 +22,7 @@ def test_the_memory_of_a_graph_counts_whether_values_lie_there_or_not() -> None:
     with torch.cuda.graph(graph, pool=pool.enter()):
         values = torch.ones(16 * MIB, device="cuda") + other
     taken = pool.num_bytes()
+    assert taken is not None
     assert 128 * MIB <= taken < 150 * MIB
     del values
     assert pool.num_bytes() == taken
@@ -36,5 +37,5 @@ def test_an_allocator_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda *_, **__: pytest.fail("it raises an error"))
     pool = GraphPool(StreamPool())
     pool.enter()
-    assert pool.num_bytes() == 0
+    assert pool.num_bytes() is None
     pool.leave()

@@ -289,6 +289,40 @@ def itself(y: Tensor) -> list[Tensor | None]:
     return [y, y.bfloat16()]
 
 
+def cast_as_it_is_and_as_a_view(y: Tensor) -> list[Tensor | None]:
+    return [y.bfloat16() * 2, y.view(-1, y.shape[-1]).bfloat16() * 3]
+
+
+def cast_whole_and_in_part(y: Tensor) -> list[Tensor | None]:
+    return [y.bfloat16() * 2, y[:, 0].bfloat16() * 3]
+
+
+def cast_in_two_layouts(y: Tensor) -> list[Tensor | None]:
+    turned = torch.ops.aten._to_copy.default(y.transpose(0, 1), dtype=torch.bfloat16)
+    return [y.bfloat16() * 2, turned, y.sin()]
+
+
+@pytest.mark.parametrize(
+    ("use", "types"),
+    [
+        (cast_as_it_is_and_as_a_view, (torch.bfloat16, None)),
+        (cast_whole_and_in_part, (torch.float32, torch.bfloat16)),
+        (cast_in_two_layouts, (torch.float32, torch.bfloat16)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_result_is_written_once_in_each_precision(
+    use: Callable[[Tensor], list[Tensor | None]], types: tuple[torch.dtype, torch.dtype | None]
+) -> None:
+    def function(x: Tensor, _: Tensor, weight: Tensor, bias: Tensor, *__: Tensor) -> list[Tensor | None]:
+        return use(layer_norm(x, weight, bias))
+
+    module, new = fused(function, inputs(), TEMPLATES)
+    (node,) = calls(new, torch.ops.kitsune.layer_norm.default)
+    assert (node.kwargs["dtype"], node.kwargs["copy_dtype"]) == types
+    assert_alike(run(new, inputs()), run(module, inputs()), rtol=0.02, atol=0.02)
+
+
 def plain_rms_norm(x: Tensor, weight: Tensor, _: Tensor) -> Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 

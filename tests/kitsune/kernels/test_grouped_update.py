@@ -292,18 +292,34 @@ def test_forms_that_are_tried_at_the_same_time_share_whole_copies(
     part = [(index,) for index in layers.layers]
     grads, xs = (kernels._grouped(tensors, part) for tensors in layers.tensors(1))
     states = [tuple((one,) for one in layers.parameters)] * 4
-    kernels._fastest(kernels._linear_sgd, grads, xs, states, "", kernels._FORMS, note)
+    kernels._fastest(kernels._linear_sgd, grads, xs, states, "", False, note)
     assert shapes == [[[one.shape for one in layers.parameters]] * 4] * 4
 
 
-def test_forms_that_take_long_to_compile_are_left_to_tensor_cores(kernels: ModuleType) -> None:
-    single, half = (((torch.ones(2, 2, dtype=dtype),),) for dtype in (torch.float32, torch.bfloat16))
-    for grads, allow_tf32 in ((half, False), (half * 2, False), (single, True)):
-        assert kernels._candidates(grads, allow_tf32) == kernels._FORMS
-    for grads in (single, single + half):
-        few = kernels._candidates(grads, False)
-        assert set(few) < set(kernels._FORMS)
-        assert max(form.rows * form.cols * form.depth // form.num_warps for form in few) == 1024 * 32
+@pytest.mark.parametrize(
+    ("dtypes", "allow_tf32", "all_forms"),
+    [
+        ([torch.bfloat16], False, True),
+        ([torch.float32], True, True),
+        ([torch.float32], False, False),
+        ([torch.bfloat16, torch.float32], False, False),
+    ],
+)
+def test_forms_that_take_long_to_compile_are_left_to_tensor_cores(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, dtypes: list[torch.dtype], allow_tf32: bool, all_forms: bool
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(kernels, "choose", lambda _key, forms, *_: tried.extend(forms))
+    grads = tuple((torch.ones(512, 256, dtype=dtype),) for dtype in dtypes)
+    states = [tuple((torch.ones(256, 256),) for _ in dtypes)]
+    kernels._fastest(kernels._linear_sgd, grads, grads, states, "", allow_tf32, lambda *_: None)
+    products = [form.rows * form.cols * form.depth * form.slices // (32 * form.num_warps) for form in tried]
+    assert (max(products) > 1024) == all_forms
+    assert len(tried) > 3
+
+
+def test_of_forms_that_all_take_long_to_compile_there_is_one(kernels: ModuleType) -> None:
+    assert kernels._compiled_soon(kernels._FORMS[-2:]) == kernels._FORMS[-2:-1]
 
 
 @pytest.mark.parametrize("update", [adam, sgd])

@@ -352,6 +352,19 @@ def test_of_winners_that_cannot_be_made_again_the_next_best() -> None:
     assert race.contest.times_us == (100.0, 50.0, 80.0, 40.0, 70.0)
 
 
+def test_what_could_not_be_made_again_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Crowded(100.0, 50.0, 80.0, refused=(1,))
+    race.open()
+    race.run(300)
+    assert race.contest.place == 2
+    race.made[-1].cost_us = 300.0
+    race.costs_us["2"] = 300.0
+    race.run(600)
+    assert race.refusals == ["no 1"]
+    assert race.contest.place == 0
+
+
 def test_where_none_can_be_made_again_the_first() -> None:
     race = Crowded(100.0, 50.0, 40.0, refused=(1, 2))
     race.open()
