@@ -15,6 +15,9 @@ from kitsune.graph.values import mode_of, value
 
 _ORIGIN = ("stack_trace", "nn_module_stack")
 
+_ALIASING_UNSAID = (operator.getitem, torch.ops.aten._unsafe_view.default)
+"""What may alias its argument, although no schema says so."""
+
 
 class Builder:
     """Adds calls to a graph, with their values.
@@ -232,10 +235,7 @@ def _refresh_aliases(node: fx.Node) -> None:
     for user in node.users:
         target = user.target
         is_alias = isinstance(target, torch._ops.OpOverload) and any(made.alias_info for made in target._schema.returns)
-        if is_alias or target in (
-            operator.getitem,
-            torch.ops.aten._unsafe_view.default,
-        ):  # whose schema does not say so
+        if is_alias or target in _ALIASING_UNSAID:
             assert callable(target)
             user.meta["val"] = value(mode_of(node.graph), target, user.args, dict(user.kwargs))
             _refresh_aliases(user)

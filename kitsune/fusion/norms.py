@@ -107,8 +107,8 @@ def matches(norm: Norm) -> Iterator[Match]:
     is_wide = norm.y.meta["val"].dtype == torch.float32
     casts = casts_after(norm.y) if is_wide else []
     beside = casts_beside(norm.y) if is_wide else []
-    ways: list[tuple[Sequence[Path], Sequence[fx.Node]]] = [(casts, []), ([], beside), ([], [])]
-    for after, copies in [way for way in ways if any(way)] + [([], [])]:
+    ways: list[tuple[Sequence[Path], Sequence[fx.Node]]] = [(casts, []), ([], beside)]
+    for after, copies in [*(way for way in ways if any(way)), ([], [])]:
         if is_sum(total) and total.meta["val"].is_contiguous():
             yield _match(norm, total, after, copies, residual=True)
         yield _match(norm, total, after, copies, residual=False)

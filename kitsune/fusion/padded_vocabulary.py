@@ -56,14 +56,6 @@ class _Layer(NamedTuple):
     bias: fx.Node | None
     padding: int
 
-    def is_whole(self, node: object, of: fx.Node) -> bool:
-        """Whether `node` is all of the matrix `of`, as it lies in memory."""
-        return _lies_as(node, of, of.meta["val"])
-
-    def is_transposed(self, node: object, of: fx.Node) -> bool:
-        """Whether `node` is all of the matrix `of`, transposed."""
-        return _lies_as(node, of, of.meta["val"].t())
-
 
 def logits(node: fx.Node) -> Iterator[Match]:
     """Matches of a cross-entropy that `kitsune.fusion.vocabulary` has fused, with the product it is computed of."""
@@ -107,7 +99,7 @@ def _layer(product: fx.Node) -> _Layer | None:
     padding = _padding(product.meta["val"])
     layer = _Layer(product, x, weight, bias, padding)
     fits = bias is None or bias.meta["val"].shape == product.meta["val"].shape[1:]
-    return layer if padding and fits and layer.is_transposed(transposed, weight) else None
+    return layer if padding and fits and _is_transposed(transposed, weight) else None
 
 
 def _padding(value: torch.Tensor) -> int:
@@ -117,6 +109,15 @@ def _padding(value: torch.Tensor) -> int:
     if row_bytes % _ALIGNMENT == 0 or padded_bytes > _MOST_SPACE * row_bytes or not value.is_contiguous():
         return 0
     return (padded_bytes - row_bytes) // value.element_size()
+
+
+def _is_whole(node: object, of: fx.Node) -> bool:
+    """Whether `node` is all of the matrix `of`, as it lies in memory."""
+    return _lies_as(node, of, of.meta["val"])
+
+
+def _is_transposed(node: object, of: fx.Node) -> bool:
+    return _lies_as(node, of, of.meta["val"].t())
 
 
 def _lies_as(node: object, of: fx.Node, wanted: torch.Tensor) -> bool:
@@ -151,7 +152,7 @@ def _is_input_gradient(layer: _Layer, node: fx.Node) -> bool:
     if not calls(node, aten.mm.default):
         return False
     gradient, weight = arguments(node)
-    return layer.is_whole(gradient, layer.product) and layer.is_whole(weight, layer.weight)
+    return _is_whole(gradient, layer.product) and _is_whole(weight, layer.weight)
 
 
 def _touching(product: fx.Node) -> list[fx.Node]:
@@ -199,7 +200,7 @@ def _rebuilt(builder: Builder, layer: _Layer, nodes: Sequence[fx.Node]) -> Mappi
     for node in nodes[1:]:
         if _is_input_gradient(layer, node):
             made[node] = builder.call(aten.mm.default, padded, weight)
-        elif calls(node, aten.mm.default) and layer.is_transposed(node.args[0], layer.product):
+        elif calls(node, aten.mm.default) and _is_transposed(node.args[0], layer.product):
             other = arguments(node)[1]
             of_all = builder.call(aten.permute.default, padded, [1, 0])
             gradient = builder.call(aten.mm.default, of_all, made.get(other, other))

@@ -55,7 +55,7 @@ _FORMS = (
 
 _MOST_UNROLLED = 1024
 """Products that a thread adds at a time where no tensor cores do: each is an instruction, in the code for each group,
-and with more of them a form takes many seconds to compile."""
+and with more of them a form takes seconds to compile."""
 
 _MOST_READ_FIRST = 32
 """Elements of a tile that a thread has: of larger ones the registers do not hold what is read before the product."""
