@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from kitsune.execution.in_order import InOrder, with_copies
 from kitsune.graph import dataflow
-from kitsune.loop.rounding import change, norm, off_by, rounding, unit
+from kitsune.loop.rounding import change, norm, off_by, rounding, unit, unit_of_result
 
 # A step may make more of rounding than a few draws show. Where more are needed, they are made: a ReLU that is about to
 # open decides about all of a weight's row, and does so in some draws only.
@@ -38,17 +38,17 @@ def difference(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[T
     inputs = [tensor.detach() for tensor in inputs]
     eps, generator = rounding(before.graph), torch.Generator(device).manual_seed(0)
     written = dataflow.written_inputs(after.graph) | dataflow.written_inputs(before.graph)
-    wanted = _left_by(before, inputs, written)
+    wanted = _left_by(before, inputs, written, eps)
     apart = [0.0] * len(wanted)
 
     def draw() -> None:
-        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs], written)
+        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs], written, eps)
         found = map(_distance, drawn, wanted)
         apart[:] = [max(most, one) if math.isfinite(one) else most for most, one in zip(apart, found, strict=True)]
 
     for _ in range(_DRAWS):
         draw()
-    found = _left_by(after, inputs, written)
+    found = _left_by(after, inputs, written, eps)
     if [one.kind() for one in found] != [one.kind() for one in wanted]:
         return "it returns other sizes or types"
     for _ in range(_DRAWS, _MOST_DRAWS):
@@ -75,12 +75,14 @@ class _Left(NamedTuple):
         return self.tensor.size(), self.tensor.dtype
 
 
-def _left_by(module: fx.GraphModule, inputs: Sequence[Tensor], written: Mapping[int, fx.Node]) -> list[_Left]:
+def _left_by(
+    module: fx.GraphModule, inputs: Sequence[Tensor], written: Mapping[int, fx.Node], eps: float
+) -> list[_Left]:
     device = inputs[0].device
     copies = with_copies(inputs, sorted(written))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         results = InOrder(module)(copies)
-    left = [_Left(f"result {place}", result, _unit(result)) for place, result in enumerate(results)]
+    left = [_Left(f"result {place}", result, _unit(result, eps)) for place, result in enumerate(results)]
     for place, node in sorted(written.items()):
         tensor = inputs[place]
         name = f"what {node.target} changes of a tensor of {tuple(tensor.size())}"
@@ -100,6 +102,6 @@ def _distance(one: _Left, other: _Left) -> float:
     return norm(one.tensor.double() - other.tensor.double())
 
 
-def _unit(result: Tensor) -> float:
+def _unit(result: Tensor, eps: float) -> float:
     least = min(_LEAST_UNIT, torch.finfo(result.dtype).eps) if result.is_floating_point() and result.dim() == 0 else 0.0
-    return max(unit(result), least)
+    return max(unit_of_result(result, eps), least)

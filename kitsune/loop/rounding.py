@@ -39,6 +39,15 @@ def unit(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps * norm(tensor) if tensor.is_floating_point() else 0.0
 
 
+def unit_of_result(tensor: Tensor, eps: float) -> float:
+    """The norm of what is lost at most in a result of a step whose values are rounded by `eps`.
+
+    The loss of outputs that are all alike, as they are when training begins, is a mean of numbers that were rounded
+    to the same side. No draw of the weights shows that.
+    """
+    return max(unit(tensor), eps * norm(tensor)) if tensor.is_floating_point() and tensor.dim() == 0 else unit(tensor)
+
+
 def norm(tensor: Tensor) -> float:
     """The 2-norm, in float64."""
     return float(torch.linalg.vector_norm(tensor.detach().double()))

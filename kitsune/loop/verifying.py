@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kitsune.loop.rounding import change, norm, off_by, unit
+from kitsune.loop.rounding import change, norm, off_by, unit, unit_of_result
 from kitsune.verification import Difference
 
 # Of runs that start a little apart, by which to tell what rounding explains; it may make more of it than a few show.
@@ -63,9 +63,9 @@ class State:
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(saved.random[1], self._device)
 
-    def left_since(self, saved: Saved, results: Results) -> dict[str, Left]:
+    def left_since(self, saved: Saved, results: Results, eps: float) -> dict[str, Left]:
         """What a run from there has returned, what it has changed of each tensor, and of the generators."""
-        given = {name: Left(value.detach().clone(), unit(value)) for name, value in results.items()}
+        given = {name: Left(value.detach().clone(), unit_of_result(value, eps)) for name, value in results.items()}
         tensors = {name: tensor.detach() for name, tensor in self._tensors.items()}
         changes = {name: Left(change(value, tensors[name]), unit(value)) for name, value in saved.values.items()}
         random = Left(torch.cat([state.double() for state in self._random()]), 0.0)
@@ -112,14 +112,14 @@ def compare(
     results = replay()
     if results is None:
         return None
-    found = state.left_since(before, results)
+    found = state.left_since(before, results, eps())
     draws = []
     for seed in range(_DRAWS):
         state.load(before, eps=eps(), seed=seed)
         start = state.save()
-        draws.append(state.left_since(start, eager()))
+        draws.append(state.left_since(start, eager(), eps()))
     state.load(before)
-    return _differences(found, state.left_since(before, eager()), draws)
+    return _differences(found, state.left_since(before, eager(), eps()), draws)
 
 
 def _differences(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -146,6 +147,23 @@ def test_a_loss_of_zero_is_off_by_what_numbers_of_about_one_are() -> None:
     traced = traced_step(model, lambda output, y: (output - 100).relu().sum(), torch.randn(8, 4), torch.zeros(8))
     assert difference(traced.module, changed(traced.module, plus(1e-7, 0)), traced.inputs) is None
     assert difference(traced.module, changed(traced.module, plus(1e-5, 0)), traced.inputs) is not None
+
+
+def test_outputs_that_are_all_alike_are_rounded_to_the_same_side() -> None:
+    """In autocast PyTorch takes the logarithms of a cross-entropy in the lower precision."""
+
+    def loss_fn(output: Tensor, y: Tensor) -> Tensor:
+        return functional.nll_loss(functional.log_softmax(output.bfloat16(), 1).float(), y)
+
+    model = nn.Linear(4, 1000)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    traced = traced_step(model, loss_fn, torch.randn(8, 4), torch.randint(1000, (8,)), optimizer)
+    unrounded = math.log(1000) - float(loss_fn(torch.zeros(1, 1000), torch.tensor([0])))
+    assert abs(unrounded) > 1e-3
+    assert difference(traced.module, changed(traced.module, plus(unrounded, 0)), traced.inputs) is None
+    assert difference(traced.module, changed(traced.module, plus(0.1, 0)), traced.inputs) is not None
 
 
 @pytest.mark.parametrize("seed", range(6))
