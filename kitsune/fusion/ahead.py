@@ -19,7 +19,9 @@ from kitsune.fusion.judge import Verdict, key_of
 from kitsune.fusion.match import Alone
 from kitsune.graph import dataflow
 from kitsune.graph.signature import graph_signature
+from kitsune.kernels import compile_client
 from kitsune.kernels.tuning import Compilers, NotChosenYet
+from kitsune.timing import CostCache
 
 _log = logging.getLogger("kitsune")
 
@@ -57,6 +59,12 @@ class Foresight:
         if verdict is None or verdict.refusal is None:
             self.parts.setdefault(graph_signature(alone.after.graph), alone)
         return verdict or Verdict(None)
+
+
+def expect(device: torch.device) -> None:
+    """Kernels for `device` will probably be compiled soon: all of them, where nothing was ever timed on it."""
+    if CostCache.of(device).is_empty:
+        compile_client.start()
 
 
 def compile_ahead(

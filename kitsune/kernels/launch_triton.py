@@ -7,6 +7,7 @@ ones of the kernel before it run, and wait there. To be imported where Triton is
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
+
+from kitsune.kernels import compile_client
+from kitsune.kernels.compile_client import CompileServer, Elsewhere
 
 
 def _is_dependent() -> bool:
@@ -40,9 +44,40 @@ class Kernel:
     def __init__(self, function: Callable[..., None], options: Mapping[str, Any]) -> None:
         self.__name__ = function.__name__
         self._compiled = triton.jit(function, **options)
+        self._is_settled = not isinstance(self._compiled, JITFunction)  # the interpreter has no keys
+
+    @property
+    def compiled(self) -> Any:
+        """What `triton.jit` makes of it."""
+        if not self._is_settled:  # what it calls may be defined after it, and is by now
+            _settle_key(self._compiled)
+            self._is_settled = True
+        return self._compiled
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return partial(self._compiled[grid], **_OPTIONS)
+        launch = partial(self.compiled[grid], **_OPTIONS)
+        server = compile_client.current()
+        return launch if server is None else partial(self._launch_compiled_by, server, grid, launch)
+
+    def _launch_compiled_by(
+        self, server: CompileServer, grid: tuple[int, ...], launch: Callable[..., object], *args: Any, **options: Any
+    ) -> object:
+        elsewhere = Elsewhere(server, self.compiled.fn.__module__, self.__name__)
+        with triton.AsyncCompileMode(elsewhere):
+            self.compiled.warmup(*args, grid=grid, **_OPTIONS, **options)
+        return launch(*args, **options)
+
+
+def _settle_key(function: JITFunction[Any]) -> None:
+    """Lets Triton find the key of what is compiled after those of the functions that it calls.
+
+    With whichever comes first it takes their globals into account or does not (`DependenciesFinder._update_hash` asks
+    for them before they are known), and what one process has compiled another one would not find in the cache.
+    """
+    for called in inspect.getclosurevars(function.fn).globals.values():
+        if isinstance(called, JITFunction):
+            _settle_key(called)
+    function.cache_key  # noqa: B018 - it is kept
 
 
 def launched(**options: Any) -> Callable[[Callable[..., None]], Kernel]:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from kitsune.device import synchronize
+from kitsune.kernels import compile_client
 from kitsune.timing import CostCache, device_us
 
 C = TypeVar("C")
@@ -31,6 +32,8 @@ class NotChosenYet(Exception):
 
 class Compilers:
     """Threads that compile forms of kernels, no more of them at a time than there are processors.
+
+    They let the compile server do it, once it is ready (see `compile_client`).
 
     A context: when it is left, the forms that are being compiled are finished, and no others are.
     """
@@ -61,7 +64,8 @@ class Compilers:
         """
         token = _ahead.set(self)
         try:
-            yield
+            with compile_client.elsewhere():
+                yield
         finally:
             _ahead.reset(token)
 
@@ -86,7 +90,7 @@ class Compilers:
         def prepare(form: C) -> Exception | None:
             if self._stopped.is_set():
                 raise CancelledError
-            with torch.cuda.device(device), torch.no_grad():
+            with torch.cuda.device(device), torch.no_grad(), compile_client.elsewhere():
                 try:
                     run(form)
                 except (TypeError, torch.OutOfMemoryError):
@@ -180,6 +184,7 @@ def _compiled(
     known = _chosen.get((key, device))
     if known is None and new:
         compilers.claim(key, device)
+        compile_client.start()
     wanted: Sequence[C] = [known] if known is not None else new or fastest  # type: ignore[list-item]
     errors = compilers.run(wanted, run, device)
     working = [form for form, error in zip(wanted, errors, strict=True) if error is None]
@@ -211,6 +216,7 @@ def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.devic
     """Compiles all forms at the same time; returns why some do not work."""
     if not forms:
         return []
+    compile_client.start()
     synchronize(device)  # the threads run on another stream than the one that makes their inputs
     with Compilers() as compilers:
         found = compilers.run(forms, run, device)

@@ -21,6 +21,7 @@ from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.fusion.ahead import expect
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.cache import StepCache
 from kitsune.loop.comparison import StepComparison
@@ -57,6 +58,8 @@ class StepLoop:
         self._can_fuse = refusal is None
         if refusal is not None and config.enable_fusion and config.fuses():
             log.do_without(refusal)
+        if self._can_fuse and config.fuses():
+            expect(device)
         self._refusal = refuse_module(spec.module)
         if self._refusal is not None:
             log.add(self._refusal)

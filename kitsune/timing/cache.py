@@ -58,6 +58,12 @@ class CostCache:
         """The cache of the user for `device`."""
         return cls(cache_dir(), identity(device))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known."""
+        with self._guard:
+            return not self._known
+
     def get(self, key: str) -> float | None:
         with self._guard:
             return self._known.get(key)

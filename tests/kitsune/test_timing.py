@@ -171,6 +171,15 @@ def test_nothing_is_written_without_need(tmp_path: Path) -> None:
     assert only_file(tmp_path).stat().st_mtime_ns == stamp
 
 
+def test_a_cache_that_knows_nothing_is_empty(tmp_path: Path) -> None:
+    cache = CostCache(tmp_path, {})
+    assert cache.is_empty
+    cache.put("mm", 1.0)
+    assert not cache.is_empty
+    cache.save()
+    assert not CostCache(tmp_path, {}).is_empty
+
+
 def test_without_a_directory_it_lives_in_memory() -> None:
     cache = CostCache(None, HERE)
     cache.put("mm", 1.0)

@@ -41,10 +41,22 @@ def compiled(launches: Launches) -> list[Compiled]:
     return _elsewhere(launches, compiles=True)
 
 
+def pretending(function: Callable[..., C], *args: object) -> C:
+    """What `function` returns in another process, which takes it that there is a GPU, and launches nothing.
+
+    `function` is one of a module's top level.
+    """
+    return _in_another_process(True, function, *args)
+
+
 def _elsewhere(launches: Launches, compiles: bool) -> list[Compiled]:
-    """In another process, where Triton can be told that there is a GPU."""
+    return _in_another_process(compiles, _run, launches)
+
+
+def _in_another_process(compiles: bool, function: Callable[..., C], *args: object) -> C:
+    """Where Triton can be told that there is a GPU."""
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_pretend, initargs=(compiles,)) as pool:
-        return pool.submit(_run, launches).result()
+        return pool.submit(function, *args).result()
 
 
 class _Driver:
@@ -85,6 +97,13 @@ def _pretend(compiles: bool) -> None:
         JITFunction._do_compile = lambda *_: None
     tuning.choose = _run_all  # type: ignore[assignment]
     torch.Tensor.is_cuda = True  # type: ignore[misc, assignment]
+
+
+def choose_first() -> None:
+    """In such a process: of the forms of a kernel one is launched. To be called before its module is imported."""
+    from kitsune.kernels import tuning
+
+    tuning.choose = lambda key, forms, run, device: forms[0]  # type: ignore[assignment]
 
 
 def _run_all(key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:

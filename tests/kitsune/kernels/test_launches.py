@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests.kitsune.kernels import (
     test_small_conv,
     test_vocabulary,
 )
-from tests.kitsune.kernels.offline import bind, compiled
+from tests.kitsune.kernels.offline import bind, choose_first, compiled, pretending
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -197,12 +198,31 @@ def all_kernels() -> dict[str, Any]:
     return named
 
 
+def kept(launches: list[Callable[[], None]], folder: Path) -> list[bool]:
+    """For each kernel that is launched: whether it was found in Triton's cache."""
+    import triton
+
+    found: list[bool] = []
+    choose_first()
+    triton.knobs.cache.dir = str(folder)
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    for launch in launches:
+        launch()
+    return found
+
+
+def test_what_a_process_has_compiled_another_one_finds(tmp_path: Path) -> None:
+    """Whichever comes first there."""
+    assert not any(pretending(kept, [launch_scalars, launch_adam, launch_grouped_update], tmp_path))
+    assert all(pretending(kept, [launch_grouped_update, launch_adam, launch_scalars], tmp_path))
+
+
 def test_kernels_wait_for_those_before_them() -> None:
     """They come before those have ended. Whatever else they do first may read or overwrite what is not done yet."""
     found = all_kernels()
     assert found
     for name, kernel in found.items():
-        (function,) = ast.parse(inspect.getsource(kernel._compiled.fn)).body
+        (function,) = ast.parse(inspect.getsource(kernel.compiled.fn)).body
         assert isinstance(function, ast.FunctionDef)
         first = function.body[ast.get_docstring(function) is not None]
         assert ast.unparse(first) == "await_previous()", name
@@ -213,7 +233,7 @@ def test_all_other_functions_are_called_by_kernels() -> None:
     from triton import JITFunction
 
     others = [one for one in members_of_modules() if isinstance(one, JITFunction)]
-    functions = [*(kernel._compiled for kernel in all_kernels().values()), *others]
+    functions = [*(kernel.compiled for kernel in all_kernels().values()), *others]
     assert {one.__name__ for one in others} <= {name for one in functions for name in one.fn.__code__.co_names}
 
 

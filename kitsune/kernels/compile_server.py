@@ -1,0 +1,135 @@
+"""A process that compiles Triton's kernels into Triton's cache, each in a process of its own.
+
+In threads, compilers wait for one another: each holds Python's lock while it reads the kernel. Processes do not, but a
+training process must not be forked with its threads and its GPU, and to import torch takes each new one seconds. So
+this file is run as a program that imports what is needed once, sees no GPU, has one thread, and is forked for each
+kernel, as Inductor's workers are (`torch/_inductor/compile_worker`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any, NamedTuple
+
+_IDLE_SECONDS = 120.0
+"""After so long without a kernel it ends."""
+
+
+class Start(NamedTuple):
+    """What the server is told first.
+
+    Attributes:
+        path: where modules are searched, as `sys.path`.
+        package: the folder of `kitsune`.
+        modules: those that are imported before any kernel is compiled, for they are needed by most.
+        target: the arguments of Triton's `GPUTarget`.
+    """
+
+    path: list[str]
+    package: str
+    modules: list[str]
+    target: tuple[str, Any, int]
+
+
+class Job(NamedTuple):
+    """A kernel to compile.
+
+    Attributes:
+        number: tells it from others.
+        module, name: where its `launch_triton.Kernel` is found.
+        signature, constants, attrs: what Triton's `ASTSource` takes of it.
+        options: as Triton takes them.
+        environ: the variables that Triton reads.
+        cache: the folder of Triton's cache.
+    """
+
+    number: int
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    environ: dict[str, str]
+    cache: str
+
+
+def serve(parent: Connection) -> None:
+    """Takes a `Start` and then jobs, and sends 0 when it is ready and the number of each job that has ended.
+
+    It returns when it receives None, or long after the last job.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    _prepare(Start(*parent.recv()))
+    parent.send(0)
+    running: dict[object, tuple[ForkProcess, int]] = {}
+    while True:
+        ends = [process.sentinel for process, _ in running.values()]
+        ready = wait([parent, *ends], None if running else _IDLE_SECONDS)
+        for sentinel in [one for one in ready if one is not parent]:
+            process, number = running.pop(sentinel)
+            process.join()
+            parent.send(number)
+        if parent in ready:
+            received = parent.recv()
+            if received is None:
+                return
+            job = Job(*received)
+            process = ForkProcess(target=_compile, args=(job,), daemon=True)
+            process.start()
+            running[process.sentinel] = process, job.number
+        if not ready:
+            return
+
+
+class _Driver:
+    """What Triton asks a driver, of a GPU that this process does not see."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def get_current_target(self) -> object:
+        return self._target
+
+
+def _prepare(start: Start) -> None:
+    sys.path[:] = start.path
+    package = types.ModuleType("kitsune")  # all of it would import the compiler of PyTorch too, which takes seconds
+    package.__path__ = [start.package]
+    sys.modules["kitsune"] = package
+    from triton.backends.compiler import GPUTarget  # where this is imported from is known since a moment ago
+    from triton.runtime import driver
+    from triton.runtime.cache import triton_key
+
+    driver.set_active(_Driver(GPUTarget(*start.target)))
+    for name in start.modules:
+        importlib.import_module(name)
+    triton_key()  # reads all of Triton; those that are forked know it
+
+
+def _compile(job: Job) -> None:
+    import triton
+    from triton.compiler import ASTSource
+    from triton.runtime import driver
+
+    for name in [name for name in os.environ if name.startswith("TRITON_")]:
+        del os.environ[name]
+    os.environ.update(job.environ)
+    triton.knobs.cache.dir = job.cache
+    kernel = getattr(importlib.import_module(job.module), job.name).compiled
+    source = ASTSource(kernel, job.signature, job.constants, job.attrs)
+    triton.compile(source, target=driver.active.get_current_target(), options=job.options)
+
+
+if __name__ == "__main__":
+    try:
+        serve(Connection(int(sys.argv[1])))
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # whom it served has ended
+        sys.exit()
