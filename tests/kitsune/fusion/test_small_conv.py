@@ -171,9 +171,12 @@ def test_other_convolutions_stay(forward: Callable[..., Tensor]) -> None:
     assert_alike(run(new, tensors), run(module, tensors), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("channels", "count"), [(64, 2), (65, 0)])
-def test_what_has_too_many_channels_is_not_even_tried(channels: int, count: int) -> None:
-    tensors = [torch.randn(2, 3, 7, 6), torch.randn(channels, 3, 3, 2)]
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "kernel", "count"),
+    [(3, 64, (3, 2), 2), (3, 65, (3, 2), 0), (32, 4, (3, 3), 2), (33, 4, (3, 3), 0), (64, 64, (1, 1), 2)],
+)
+def test_what_is_too_large_is_not_even_tried(inputs: int, outputs: int, kernel: tuple[int, int], count: int) -> None:
+    tensors = [torch.randn(2, inputs, 7, 6), torch.randn(outputs, inputs, *kernel)]
     new, fusions = fuse(trace(with_gradients(FORWARDS["plain"]), tensors), TEMPLATES)
     assert len(fusions) == count
     assert bool(operators(new)) == bool(count)
