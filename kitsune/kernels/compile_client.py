@@ -7,16 +7,19 @@ the versions. So whatever goes wrong there costs time only: what is not found is
 from __future__ import annotations
 
 import atexit
+import contextlib
 import inspect
 import itertools
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another one than Python's, before 3.11
 from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing import Pipe
@@ -33,7 +36,7 @@ _log = logging.getLogger("kitsune")
 
 _LEAST_PROCESSORS = 4  # where there are fewer, one process more takes from training what it gives to compiling
 
-_CLOSING_SECONDS = 5.0
+_MOST_SECONDS = 120.0  # for a kernel; what takes longer hangs
 
 Target = tuple[str, Any, int]
 """The arguments of Triton's `GPUTarget`."""
@@ -47,7 +50,7 @@ class CompileServer:
         modules: imported there before the first kernel.
 
     Raises:
-        OSError: no process can be started.
+        OSError, RuntimeError: no process can be started, or no thread.
     """
 
     def __init__(self, target: Target, modules: Sequence[str]) -> None:
@@ -64,27 +67,38 @@ class CompileServer:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt from the keyboard is for the training
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                env={**_environ(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )
         self._connection: Connection | None = ours
         self._listener = threading.Thread(target=self._listen, args=(ours,), name="kitsune-compile-server", daemon=True)
-        self._listener.start()
+        try:
+            self._listener.start()
+        except RuntimeError:
+            self._kill()
+            self._process.wait()
+            ours.close()
+            raise
         self._send(tuple(Start(list(sys.path), str(Path(__file__).parents[1]), list(modules), target)))
 
     @property
     def has_ended(self) -> bool:
         return self._connection is None
 
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether it has ended because it was not needed."""
+        return self.has_ended and self._process.returncode == 0
+
     def is_ready(self, timeout: float = 0.0) -> bool:
         """Whether it has imported what it needs, within so many seconds, and runs."""
         try:
             self._starting.result(timeout)
-        except TimeoutError:
+        except FutureTimeoutError:
             return False
         return not self.has_ended
 
     def compile(self, module: str, name: str, source: Any, options: dict[str, Any], cache: str) -> None:
-        """Puts a kernel into Triton's cache, or does nothing if it cannot.
+        """Puts a kernel into Triton's cache, or does nothing if it cannot. If it takes minutes, the server is closed.
 
         Args:
             module, name: where the `launch_triton.Kernel` is found.
@@ -94,24 +108,33 @@ class CompileServer:
         """
         number = next(self._numbers)
         done = self._waiting[number] = Future()
-        environ = {key: value for key, value in os.environ.items() if key.startswith("TRITON_")}
-        job = Job(number, module, name, source.signature, source.constants, source.attrs, options, environ, cache)
-        if self._send(tuple(job)):
-            done.result()
-        else:
+        job = Job(number, module, name, source.signature, source.constants, source.attrs, options, _environ(), cache)
+        if not self._send(tuple(job)):
             self._waiting.pop(number, None)
-
-    def close(self) -> None:
-        """Ends the process, and what it compiles."""
-        if not self._send(None):
             return
         try:
-            self._process.wait(_CLOSING_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+            done.result(_MOST_SECONDS)
+        except FutureTimeoutError:
+            _log.debug("compile server: %s took too long", name)
+            self.close()
+
+    def close(self) -> None:
+        """Ends the process at once, and what it compiles."""
+        self._kill()
         self._listener.join()
 
-    def _send(self, what: tuple[Any, ...] | None) -> bool:
+    def abandon(self) -> None:
+        """In a process that was forked: lets go of the server, which is the parent's."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _kill(self) -> None:
+        """With its children, and theirs: it leads a session. What Triton writes to its cache is moved there whole."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _send(self, what: tuple[Any, ...]) -> bool:
         """Whether it was sent."""
         with self._sending:
             if self._connection is None:
@@ -128,6 +151,7 @@ class CompileServer:
             while True:
                 self._waiting.pop(connection.recv()).set_result(None)
         except (EOFError, OSError):
+            self._kill()  # its children, if something else has killed it
             self._process.wait()
         with self._sending:  # from now on nothing is sent
             self._connection = None
@@ -173,31 +197,25 @@ class _Shared:
 
     def __init__(self) -> None:
         self.server: CompileServer | None = None
-        self._starting = threading.Lock()
+        self._is_wanted, self._starting = True, threading.Lock()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self.forget)
 
     def start(self) -> None:
-        """Starts it, where that is worth it and it does not run."""
-        if not torch.cuda.is_available() or (os.cpu_count() or 1) < _LEAST_PROCESSORS or not sys.executable:
-            return
+        """Starts it, where that is worth it and it does not run. One that failed is not started again."""
         with self._starting:
-            if self.server is None or self.server.has_ended:
-                self.server = self._started()
+            if self._is_wanted and (self.server is None or self.server.may_be_replaced):
+                self._is_wanted = _can_start()
+                self.server = self._started() if self._is_wanted else None
 
     def _started(self) -> CompileServer | None:
         modules = [f"kitsune.kernels.{path.stem}" for path in sorted(Path(__file__).parent.glob("*_triton.py"))]
         try:
-            return CompileServer(self._target(), modules)
-        except OSError as error:
+            return CompileServer(_target(), modules)
+        except (OSError, RuntimeError) as error:
             _log.debug("compile server: it did not start: %s", error)
+            self._is_wanted = False
             return None
-
-    def _target(self) -> Target:
-        from triton.runtime import driver  # Triton is optional
-
-        target = driver.active.get_current_target()
-        return target.backend, target.arch, target.warp_size
 
     def close(self) -> None:
         if self.server is not None:
@@ -205,7 +223,28 @@ class _Shared:
 
     def forget(self) -> None:
         """In a process that was forked: it is the parent's."""
+        if self.server is not None:
+            self.server.abandon()
         self.server = None
+
+
+def _can_start() -> bool:
+    """Where GPUs differ, kernels do, and the server sees none of them."""
+    if not torch.cuda.is_available() or not sys.executable or getattr(sys, "frozen", False):
+        return False
+    kinds = set(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+    return len(kinds) == 1 and len(os.sched_getaffinity(0)) >= _LEAST_PROCESSORS
+
+
+def _target() -> Target:
+    from triton.runtime import driver  # Triton is optional
+
+    target = driver.active.get_current_target()
+    return target.backend, target.arch, target.warp_size
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 _shared = _Shared()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import types
 from multiprocessing.connection import Connection, wait
@@ -44,7 +45,7 @@ class Job(NamedTuple):
         module, name: where its `launch_triton.Kernel` is found.
         signature, constants, attrs: what Triton's `ASTSource` takes of it.
         options: as Triton takes them.
-        environ: the variables that Triton reads.
+        environ: the environment; Triton reads much of it.
         cache: the folder of Triton's cache.
     """
 
@@ -62,7 +63,7 @@ class Job(NamedTuple):
 def serve(parent: Connection) -> None:
     """Takes a `Start` and then jobs, and sends 0 when it is ready and the number of each job that has ended.
 
-    It returns when it receives None, or long after the last job.
+    It returns long after the last job.
 
     Raises:
         EOFError: the other end is closed.
@@ -78,11 +79,8 @@ def serve(parent: Connection) -> None:
             process.join()
             parent.send(number)
         if parent in ready:
-            received = parent.recv()
-            if received is None:
-                return
-            job = Job(*received)
-            process = ForkProcess(target=_compile, args=(job,), daemon=True)
+            job = Job(*parent.recv())
+            process = ForkProcess(target=_compile, args=(job, parent), daemon=True)
             process.start()
             running[process.sentinel] = process, job.number
         if not ready:
@@ -114,13 +112,13 @@ def _prepare(start: Start) -> None:
     triton_key()  # reads all of Triton; those that are forked know it
 
 
-def _compile(job: Job) -> None:
+def _compile(job: Job, parent: Connection) -> None:
+    parent.close()  # who waits for the server is to notice when it has ended, whatever its children do
     import triton
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
-    for name in [name for name in os.environ if name.startswith("TRITON_")]:
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(job.environ)
     triton.knobs.cache.dir = job.cache
     kernel = getattr(importlib.import_module(job.module), job.name).compiled
@@ -129,7 +127,9 @@ def _compile(job: Job) -> None:
 
 
 if __name__ == "__main__":
+    connection = Connection(int(sys.argv[1]))
     try:
-        serve(Connection(int(sys.argv[1])))
-    except (EOFError, BrokenPipeError, ConnectionResetError):  # whom it served has ended
-        sys.exit()
+        serve(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # whom it served has ended, so all it began does
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)  # with the connection open: the other end takes the process to have ended when it is closed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -62,9 +63,11 @@ class Kernel:
     def _launch_compiled_by(
         self, server: CompileServer, grid: tuple[int, ...], launch: Callable[..., object], *args: Any, **options: Any
     ) -> object:
-        elsewhere = Elsewhere(server, self.compiled.fn.__module__, self.__name__)
-        with triton.AsyncCompileMode(elsewhere):
-            self.compiled.warmup(*args, grid=grid, **_OPTIONS, **options)
+        def compile() -> None:
+            with triton.AsyncCompileMode(Elsewhere(server, self.compiled.fn.__module__, self.__name__)):
+                self.compiled.warmup(*args, grid=grid, **_OPTIONS, **options)
+
+        copy_context().run(compile)  # of its own: after an error the mode would stay in force on this thread
         return launch(*args, **options)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from kitsune.execution.in_order import InOrder, with_copies
 from kitsune.graph import dataflow
-from kitsune.loop.rounding import change, norm, off_by, rounding, unit, unit_of_result
+from kitsune.loop.rounding import change, norm, off_by, rounding, unit, unit_of_loss
 
 # A step may make more of rounding than a few draws show. Where more are needed, they are made: a ReLU that is about to
 # open decides about all of a weight's row, and does so in some draws only.
@@ -82,7 +82,8 @@ def _left_by(
     copies = with_copies(inputs, sorted(written))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         results = InOrder(module)(copies)
-    left = [_Left(f"result {place}", result, _unit(result, eps)) for place, result in enumerate(results)]
+    units = [_unit(result, 0.0 if place else eps) for place, result in enumerate(results)]
+    left = [_Left(f"result {place}", *pair) for place, pair in enumerate(zip(results, units, strict=True))]
     for place, node in sorted(written.items()):
         tensor = inputs[place]
         name = f"what {node.target} changes of a tensor of {tuple(tensor.size())}"
@@ -103,5 +104,6 @@ def _distance(one: _Left, other: _Left) -> float:
 
 
 def _unit(result: Tensor, eps: float) -> float:
+    """`eps`: what the loss, which is the first result, may be rounded by on the way; 0 for the gradients after it."""
     least = min(_LEAST_UNIT, torch.finfo(result.dtype).eps) if result.is_floating_point() and result.dim() == 0 else 0.0
-    return max(unit_of_result(result, eps), least)
+    return max(unit_of_loss(result, eps), least)

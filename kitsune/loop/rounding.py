@@ -39,13 +39,13 @@ def unit(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps * norm(tensor) if tensor.is_floating_point() else 0.0
 
 
-def unit_of_result(tensor: Tensor, eps: float) -> float:
-    """The norm of what is lost at most in a result of a step whose values are rounded by `eps`.
+def unit_of_loss(loss: Tensor, eps: float) -> float:
+    """The norm of what is lost at most in a loss whose step rounds by `eps`.
 
-    The loss of outputs that are all alike, as they are when training begins, is a mean of numbers that were rounded
-    to the same side. No draw of the weights shows that.
+    Of outputs that are all alike, as they are when training begins, it is a mean of numbers that were rounded to the
+    same side. No draw of the weights shows that.
     """
-    return max(unit(tensor), eps * norm(tensor)) if tensor.is_floating_point() and tensor.dim() == 0 else unit(tensor)
+    return max(unit(loss), eps * norm(loss)) if loss.is_floating_point() and loss.dim() == 0 else unit(loss)
 
 
 def norm(tensor: Tensor) -> float:

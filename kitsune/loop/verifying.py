@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kitsune.loop.rounding import change, norm, off_by, unit, unit_of_result
+from kitsune.loop.rounding import change, norm, off_by, unit, unit_of_loss
 from kitsune.verification import Difference
 
 # Of runs that start a little apart, by which to tell what rounding explains; it may make more of it than a few show.
@@ -65,7 +65,10 @@ class State:
 
     def left_since(self, saved: Saved, results: Results, eps: float) -> dict[str, Left]:
         """What a run from there has returned, what it has changed of each tensor, and of the generators."""
-        given = {name: Left(value.detach().clone(), unit_of_result(value, eps)) for name, value in results.items()}
+        given = {
+            name: Left(value.detach().clone(), unit(value) if name.endswith(".grad") else unit_of_loss(value, eps))
+            for name, value in results.items()
+        }
         tensors = {name: tensor.detach() for name, tensor in self._tensors.items()}
         changes = {name: Left(change(value, tensors[name]), unit(value)) for name, value in saved.values.items()}
         random = Left(torch.cat([state.double() for state in self._random()]), 0.0)

@@ -100,6 +100,19 @@ def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: p
     assert not schedule.fused
 
 
+@pytest.mark.parametrize("enable_fusion", [False, True])
+def test_compilers_are_made_ready_where_they_will_be_needed(
+    enable_fusion: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[torch.device] = []
+    monkeypatch.setattr("kitsune.loop.step_loop.expect", expected.append)
+    model, optimizer = build()
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, enable_fusion=enable_fusion)
+    for number in range(2):
+        step(*batch(number)[0])
+    assert expected == [torch.device("cpu")] * enable_fusion
+
+
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(never))

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.execution.in_order import InOrder
+from kitsune.loop import verifying
 from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.contest import Contest
 from kitsune.loop.update_step import UpdateStep
@@ -205,6 +206,19 @@ def test_where_nothing_is_replayed_it_says_why(form: str) -> None:
     assert not found.replayed
     assert not found.agrees
     assert "mode='eager' was asked for" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "eps", "is_alike"), [("loss", 2**-7, True), ("loss", 0.0, False), ("w.grad", 2**-7, False)]
+)
+def test_a_loss_may_be_rounded_on_the_way(name: str, eps: float, is_alike: bool) -> None:
+    """To one side, where outputs are all alike, as no draw of the state shows: by as much as the step rounds."""
+    found, expected = torch.tensor(6.9077), torch.tensor(6.90625)
+    differences = verifying.compare(
+        verifying.State({}, torch.device("cpu")), lambda: {name: found}, lambda: {name: expected}, lambda: eps
+    )
+    assert differences is not None
+    assert [one.name for one in differences] == ([] if is_alike else [name])
 
 
 def test_before_the_first_step_there_is_nothing_to_compare() -> None:

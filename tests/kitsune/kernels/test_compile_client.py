@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from contextlib import nullcontext
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,20 +114,47 @@ def test_a_server_that_was_killed_costs_nothing_else(tmp_path: Path) -> None:
     assert pretending(compiled_after_a_kill, tmp_path) == ([("_add_to_scalars", False)], True)
 
 
-def killed_in_the_midst(cache: Path) -> bool:
-    """Whether a thread that waits for it goes on."""
+def hanging(cache: Path, how: str) -> tuple[Found, bool, bool]:
+    """What is made of a kernel that hangs; whether the server has ended then, and its children."""
     server = started()
-    os.kill(server._process.pid, signal.SIGSTOP)
+    children = Path(f"/proc/{server._process.pid}/task/{server._process.pid}/children")
+    compile_client._MOST_SECONDS = 1.0 if how == "given up" else SECONDS
+    fifo = cache / "fifo"  # who opens it for reading waits
+    os.mkfifo(fifo)
+    os.environ["TRITON_PTXAS_PATH"] = str(_program(cache, f"cat {fifo}"))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(made, scalars, cache)
-        while len(server._waiting) == 0:
-            time.sleep(0.01)
-        os.kill(server._process.pid, signal.SIGKILL)
-        return waiting.result(SECONDS) == [("_add_to_scalars", False)]
+        waiting = pool.submit(made, scalars, cache / "cache")
+        _await(lambda: bool(children.read_text()))
+        (child,) = map(int, children.read_text().split())
+        del os.environ["TRITON_PTXAS_PATH"]
+        if how == "killed":
+            os.kill(server._process.pid, signal.SIGKILL)
+        elif how == "closed":
+            server.close()
+        found = waiting.result(SECONDS)
+    _await(lambda: not _runs(child))
+    return found, server.has_ended, _runs(child)
 
 
-def test_nobody_waits_for_a_server_that_has_ended(tmp_path: Path) -> None:
-    assert pretending(killed_in_the_midst, tmp_path)
+def _program(folder: Path, command: str) -> Path:
+    path = folder / "ptxas"
+    path.write_text(f"#!/bin/sh\ncase $* in *--version*) echo 'release 13.0, V13.0.0';; *) {command};; esac\n")
+    path.chmod(0o755)
+    return path
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["killed", "closed", "given up"])
+def test_nobody_waits_for_a_kernel_that_hangs(how: str, tmp_path: Path) -> None:
+    found, has_ended, child_runs = pretending(hanging, tmp_path, how)
+    assert found == [("_add_to_scalars", False)]
+    assert has_ended
+    assert not child_runs
 
 
 def compiled_by_threads(cache: Path) -> Found:
@@ -150,22 +178,30 @@ def test_threads_share_it(tmp_path: Path) -> None:
     assert pretending(compiled_by_threads, tmp_path) == [("_add_to_scalars", True)] * 4
 
 
-def failed(cache: Path) -> str:
-    """A kernel that Triton refuses: the error that this process meets, as without the server."""
-    from kitsune.kernels import casts_triton
+def failed(cache: Path) -> tuple[list[str], Found]:
+    """Kernels that Triton refuses: the errors that this process meets, and what becomes of the next one."""
+    from kitsune.kernels import scalars_triton
 
-    server = started()
+    server, errors = started(), []
+    texts = torch.zeros(()), "no number"
     try:
-        made(lambda: casts_triton._cast[(1,)](1, 2, 3), cache)
-    except TypeError as error:
-        return str(error)
+        for _ in range(2):
+            try:
+                made(lambda: scalars_triton._add_to_scalars[(1,)](texts, 1), cache)
+            except Exception as error:  # noqa: BLE001 - what it is, is asked below
+                errors.append(type(error).__name__)
+        return errors, made(scalars, cache)
     finally:
         server.close()
-    return ""
 
 
 def test_errors_are_those_of_this_process(tmp_path: Path) -> None:
-    assert "missing" in pretending(failed, tmp_path)
+    """And those after them too: Triton leaves its mode in force when a compilation has failed."""
+    errors, found = pretending(failed, tmp_path)
+    assert len(errors) == 2
+    assert len(set(errors)) == 1
+    assert "RuntimeError" not in errors
+    assert found == [("_add_to_scalars", True)]
 
 
 def not_sent(cache: Path) -> bool:
@@ -197,7 +233,7 @@ def test_it_ends_when_it_is_closed() -> None:
     server = CompileServer(HOPPER, [])
     server.close()
     assert server.has_ended
-    assert server._process.returncode == 0
+    assert server._process.returncode == -signal.SIGKILL
     assert not server.is_ready()
     server.close()
 
@@ -212,9 +248,7 @@ def test_it_ends_with_its_parent() -> None:
     process = get_context("spawn").Process(target=abandoned, args=(theirs,))
     process.start()
     pid = ours.recv()
-    deadline = time.monotonic() + SECONDS
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    _await(lambda: not _runs(pid))
     assert not _runs(pid)
     process.join()
 
@@ -243,20 +277,70 @@ def test_it_ends_when_it_is_not_needed() -> None:
     assert ours.recv() == 0
 
 
-def test_where_no_process_can_be_started_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(compile_client._Shared, "_target", lambda self: HOPPER)
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+class Host(NamedTuple):
+    """A machine, as far as it matters whether a server is started."""
+
+    has_cuda: bool = True
+    processors: int = 64
+    gpus: tuple[tuple[int, int], ...] = ((9, 0),)
+    executable: str = sys.executable
+    frozen: bool = False
+
+    def pretend(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda, "is_available", lambda: self.has_cuda)
+        patch.setattr(torch.cuda, "device_count", lambda: len(self.gpus))
+        patch.setattr(torch.cuda, "get_device_capability", lambda index: self.gpus[index])
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(self.processors)))
+        patch.setattr(compile_client, "_target", lambda: HOPPER)
+        patch.setattr(sys, "executable", self.executable)
+        patch.setattr(sys, "frozen", self.frozen, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_started"),
+    [
+        (Host(), True),
+        (Host(gpus=((9, 0), (9, 0))), True),
+        (Host(gpus=((9, 0), (8, 0))), False),
+        (Host(has_cuda=False), False),
+        (Host(processors=3), False),
+        (Host(executable=""), False),
+        (Host(executable="/nowhere/python"), False),
+        (Host(frozen=True), False),
+    ],
+)
+def test_it_is_started_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, host: Host, is_started: bool) -> None:
+    host.pretend(monkeypatch)
     shared = compile_client._Shared()
     shared.start()
-    assert shared.server is None
+    server = shared.server
+    shared.start()
+    assert shared.server is server
+    assert (server is not None) == is_started
+    shared.close()
 
 
-@pytest.mark.parametrize(("has_cuda", "processors"), [(False, 64), (True, 2)])
-def test_it_is_started_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, has_cuda: bool, processors: int) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
-    monkeypatch.setattr(os, "cpu_count", lambda: processors)
+@pytest.mark.parametrize("code", [0, 1])
+def test_one_that_failed_is_not_started_again(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    Host().pretend(monkeypatch)
+    shared = compile_client._Shared()
+    shared.start()
+    first = shared.server
+    assert first is not None
+    first.close()
+    first._process.returncode = code  # 0: it was not needed
+    shared.start()
+    assert (shared.server is first) == (code != 0)
+    shared.close()
+
+
+def test_without_a_thread_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    Host().pretend(monkeypatch)
+
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     shared = compile_client._Shared()
     shared.start()
     assert shared.server is None
@@ -265,10 +349,11 @@ def test_it_is_started_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, has
 def test_it_is_the_parents() -> None:
     """After a fork, as of a loader of data, the child has none."""
     shared = compile_client._Shared()
-    shared.server = CompileServer(HOPPER, [])
+    server = shared.server = CompileServer(HOPPER, [])
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if shared.server is None else 1)
+        assert server._connection is not None
+        os._exit(0 if shared.server is None and server._connection.closed else 1)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     shared.close()

@@ -213,8 +213,10 @@ def kept(launches: list[Callable[[], None]], folder: Path) -> list[bool]:
 
 def test_what_a_process_has_compiled_another_one_finds(tmp_path: Path) -> None:
     """Whichever comes first there."""
-    assert not any(pretending(kept, [launch_scalars, launch_adam, launch_grouped_update], tmp_path))
-    assert all(pretending(kept, [launch_grouped_update, launch_adam, launch_scalars], tmp_path))
+    first = pretending(kept, [launch_scalars, launch_adam, launch_grouped_update], tmp_path)
+    assert len(first) > 3
+    assert not any(first)
+    assert pretending(kept, [launch_grouped_update, launch_adam, launch_scalars], tmp_path) == [True] * len(first)
 
 
 def test_kernels_wait_for_those_before_them() -> None:

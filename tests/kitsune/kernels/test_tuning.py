@@ -175,6 +175,30 @@ def test_there_are_no_more_compilers_than_processors(
     assert len({thread for _, thread in gpu.runs}) <= 2
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_compile_server_is_there_for_what_is_not_known(
+    ahead: bool, device: Callable[[Times], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[bool] = []
+    elsewhere: list[bool] = []
+    monkeypatch.setattr(tuning.compile_client, "start", lambda: started.append(True))
+    gpu = device({"small": 3.0, "large": 2.0})
+
+    def run(form: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            elsewhere.append(tuning.compile_client._elsewhere.get())
+        gpu.run(form)
+
+    for _ in range(2):
+        with Compilers() as compilers, compilers.ahead() if ahead else nullcontext():
+            choose("mm", ("small", "large"), run, CUDA)
+        if ahead:
+            choose("mm", ("small", "large"), run, CUDA)
+    assert started == [True] * (2 if ahead else 1), "once for each time that forms are compiled"
+    assert elsewhere
+    assert all(elsewhere)
+
+
 def test_ahead_is_of_the_thread_that_says_so(device: Callable[[Times], Device]) -> None:
     gpu = device({"small": 3.0, "large": 2.0})
     with Compilers() as compilers, compilers.ahead(), ThreadPoolExecutor(1) as other:
