@@ -199,7 +199,8 @@ class _Shared:
         self.server: CompileServer | None = None
         self._is_wanted, self._starting = True, threading.Lock()
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self.forget)
+        if hasattr(os, "register_at_fork"):  # else there are no forks
+            os.register_at_fork(after_in_child=self.forget)
 
     def start(self) -> None:
         """Starts it, where that is worth it and it does not run. One that failed is not started again."""
@@ -230,7 +231,9 @@ class _Shared:
 
 def _can_start() -> bool:
     """Where GPUs differ, kernels do, and the server sees none of them."""
-    if not torch.cuda.is_available() or not sys.executable or getattr(sys, "frozen", False):
+    if sys.platform != "linux" or not torch.cuda.is_available():
+        return False
+    if not sys.executable or getattr(sys, "frozen", False):  # that is no Python, but an application
         return False
     kinds = set(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
     return len(kinds) == 1 and len(os.sched_getaffinity(0)) >= _LEAST_PROCESSORS

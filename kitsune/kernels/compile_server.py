@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import types
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 _IDLE_SECONDS = 120.0
@@ -70,7 +71,7 @@ def serve(parent: Connection) -> None:
     """
     _prepare(Start(*parent.recv()))
     parent.send(0)
-    running: dict[object, tuple[ForkProcess, int]] = {}
+    running: dict[object, tuple[BaseProcess, int]] = {}
     while True:
         ends = [process.sentinel for process, _ in running.values()]
         ready = wait([parent, *ends], None if running else _IDLE_SECONDS)
@@ -80,7 +81,7 @@ def serve(parent: Connection) -> None:
             parent.send(number)
         if parent in ready:
             job = Job(*parent.recv())
-            process = ForkProcess(target=_compile, args=(job, parent), daemon=True)
+            process = get_context("fork").Process(target=_compile, args=(job, parent), daemon=True)
             process.start()
             running[process.sentinel] = process, job.number
         if not ready:
