@@ -629,6 +629,19 @@ BAD: dict[str, tuple[Callable[..., Code], str]] = {
 }
 
 
+def test_strides_of_dimensions_with_one_place_do_not_matter() -> None:
+    """Code may return others than those of the operators; users of the results see the latter."""
+    x = matrix()
+    strides = (1000, 1000, *x.stride())
+    compile = changed(lambda results, inputs: [results[0].as_strided((1, 1, *x.shape), strides)])
+    module = cleared(trace(lambda x: [(x[None, None] + 1).exp()], [x]))
+    fused = fuse_regions(module, Backend("strided", able, compile))
+    assert fused.refused == ()
+    (result,) = fused.module(x)
+    assert result.stride() == x[None, None].stride() != strides
+    assert torch.equal(result, (x[None, None] + 1).exp())
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_regions_without_code_stay_as_they_are(name: str) -> None:
     compile, reason = BAD[name]
