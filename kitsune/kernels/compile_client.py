@@ -235,6 +235,10 @@ def _can_start() -> bool:
         return False
     if not sys.executable or getattr(sys, "frozen", False):  # that is no Python, but an application
         return False
+    from triton import knobs  # Triton is optional
+
+    if knobs.runtime.interpret:  # nothing is compiled
+        return False
     kinds = set(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
     return len(kinds) == 1 and len(os.sched_getaffinity(0)) >= _LEAST_PROCESSORS
 

@@ -285,6 +285,7 @@ class Host(NamedTuple):
     gpus: tuple[tuple[int, int], ...] = ((9, 0),)
     executable: str = sys.executable
     frozen: bool = False
+    interprets: bool = False
 
     def pretend(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "is_available", lambda: self.has_cuda)
@@ -294,6 +295,7 @@ class Host(NamedTuple):
         patch.setattr(compile_client, "_target", lambda: HOPPER)
         patch.setattr(sys, "executable", self.executable)
         patch.setattr(sys, "frozen", self.frozen, raising=False)
+        patch.setattr("triton.knobs.runtime.interpret", self.interprets)
 
 
 @pytest.mark.parametrize(
@@ -307,6 +309,7 @@ class Host(NamedTuple):
         (Host(executable=""), False),
         (Host(executable="/nowhere/python"), False),
         (Host(frozen=True), False),
+        (Host(interprets=True), False),
     ],
 )
 def test_it_is_started_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, host: Host, is_started: bool) -> None:
