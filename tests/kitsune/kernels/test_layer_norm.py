@@ -373,7 +373,7 @@ def test_more_elements_than_32_bits_count() -> None:
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GB of device memory")
     x = torch.empty((2**31 // 1024 + 8, 1024), dtype=torch.bfloat16, device="cuda").normal_()
-    y, _, _, mean, rstd = layer_norm.layer_norm(x, None, None, None, eps=EPS, dtype=torch.bfloat16)
+    y, _, mean, rstd, _ = layer_norm.layer_norm(x, None, None, None, eps=EPS, dtype=torch.bfloat16)
     exact = functional.layer_norm(x[-2:].double(), (1024,), eps=EPS)
     torch.testing.assert_close(y[-2:].double(), exact, rtol=2**-8, atol=1e-6)
     options = {"weight_dtype": torch.float32, "bias_dtype": torch.float32}
