@@ -23,7 +23,6 @@ from kitsune.graph import dataflow
 from kitsune.passes import pipeline
 from kitsune.passes.channels_last import channels_last
 from kitsune.passes.regions import INDUCTOR, Fused, fuse_regions
-from kitsune.passes.spare_copies import spare_copies
 from kitsune.plan import Fusion
 from kitsune.timing import CostCache
 
@@ -53,13 +52,11 @@ def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, 
     Nothing where there is nothing to fuse and only one layout.
     """
     cleared = pipeline.run(module, pipeline.CLEARING)
-    spared = spare_copies(cleared)
-    done = _of_layout("spared copies", sorted(_copies(cleared) - _copies(spared)))
-    layouts = [_Layout(spared, done)]
-    other = spared if _rounds_by_layout(spared) else channels_last(spared)
-    if other is not spared:
-        convolutions = [node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS]
-        layouts.append(_Layout(other, (*done, *_of_layout("channels last", convolutions))))
+    other = cleared if _rounds_by_layout(cleared) else channels_last(cleared)
+    layouts = [_Layout(cleared, ())]
+    if other is not cleared:
+        convolutions = tuple(node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS)
+        layouts.append(_Layout(other, (Fusion("channels last", convolutions, None, None, None),)))
     found = _fused(layouts, device)
     return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
 
@@ -69,15 +66,6 @@ class _Layout(NamedTuple):
 
     module: fx.GraphModule
     done: tuple[Fusion, ...]
-
-
-def _of_layout(name: str, operators: Sequence[str]) -> tuple[Fusion, ...]:
-    """What was done to these operators, if there are any; it is measured with the whole step."""
-    return (Fusion(name, tuple(operators), None, None, None),) if operators else ()
-
-
-def _copies(module: fx.GraphModule) -> set[str]:
-    return {node.name for node in module.graph.nodes if node.target is torch.ops.aten.clone.default}
 
 
 def _rounds_by_layout(module: fx.GraphModule) -> bool:

@@ -13,9 +13,8 @@ from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.loop import fusing
 from tests.kitsune.fusion.running import never
-from tests.kitsune.passes.running import OPERATORS, calls
+from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.passes.test_channels_last import step
-from tests.kitsune.passes.test_spare_copies import step as encoder_step
 
 
 class Never:
@@ -43,19 +42,6 @@ def test_channels_last_is_tried_where_it_changes_no_precision(
     found = fusing.rewritten(step(name, half=half).module, torch.device("cpu"))
     used = [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None]
     assert used == ["channels last"] * tried
-
-
-def test_copies_are_spared_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = encoder_step(half=True).module
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-    ((after, fusions),) = fusing.rewritten(before, torch.device("cpu"))
-    (spared,) = [fusion for fusion in fusions if fusion.refusal is None]
-    assert spared.template == "spared copies"
-    copies = {node.name for node in calls(before, torch.ops.aten.clone.default)}
-    assert spared.operators
-    assert set(spared.operators) <= copies
-    assert len(calls(after, torch.ops.aten.clone.default)) < len(copies)
 
 
 @pytest.fixture
