@@ -13,6 +13,8 @@ from kitsune.execution.in_order import Outputs
 from kitsune.loop.recording import Recording
 from kitsune.native.facts import Fact
 
+Place = tuple[int, ...]
+
 # Batches in a ring (of a prefetcher, of an allocator that hands out what was just given back) come back to few places.
 # Some more are passed through when the host and the device change their pace.
 _MOST_RECORDINGS = 8
@@ -31,6 +33,42 @@ class Record(Protocol):
         """
 
 
+class Places:
+    """Where a step's inputs have lain, and which of these places they come back to.
+
+    Args:
+        is_worthwhile: whether copies take enough of a step for more recordings; asked once.
+    """
+
+    def __init__(self, is_worthwhile: Callable[[], bool]) -> None:
+        self._is_worthwhile = is_worthwhile
+        self._sightings: dict[Place, int] = {}
+        self._kept: set[Place] = set()
+        self._has_asked = self._is_closed = False
+
+    @property
+    def are_final(self) -> bool:
+        """Whether none will be kept any more."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._is_closed |= not self._is_worthwhile()
+        return self._is_closed
+
+    @property
+    def are_none(self) -> bool:
+        """Whether none is kept or ever will be."""
+        return self._is_closed and not self._kept
+
+    def see(self, place: Place) -> bool:
+        """Counts a sighting; whether `place` is one of the first that were seen often."""
+        if place not in self._kept and not self._is_closed:
+            self._sightings[place] = self._sightings.get(place, 0) + 1
+            if self._sightings[place] >= _SIGHTINGS and not self.are_final:
+                self._kept.add(place)
+            self._is_closed |= len(self._kept) == _MOST_RECORDINGS or len(self._sightings) > _MOST_PLACES
+        return place in self._kept
+
+
 class ByAddress:
     """A recorded step that copies its inputs in, beside others of the same step for inputs at certain addresses.
 
@@ -43,34 +81,38 @@ class ByAddress:
         record: makes the recordings.
         inputs: of the present step.
         copied: the positions of inputs that are new tensors at each step.
-        is_worthwhile: whether copies take enough of a step for more recordings; asked once, when batches have come
-            back to a place often.
+        places: where those have lain, in this step however it is recorded.
 
     Raises:
         RefusedError: not even the recording that copies can be made.
 
     Attributes:
         executor: what runs the step where inputs are copied.
-        recording_seconds: wall time spent on recordings in the midst of replays.
     """
 
-    def __init__(
-        self, record: Record, inputs: Sequence[torch.Tensor], copied: Collection[int], is_worthwhile: Callable[[], bool]
-    ) -> None:
-        self._record, self._copied, self._is_worthwhile = record, sorted(copied), is_worthwhile
+    def __init__(self, record: Record, inputs: Sequence[torch.Tensor], copied: Collection[int], places: Places) -> None:
+        self._record, self._copied, self._places = record, sorted(copied), places
         self._copying = record(inputs, in_place=())
         self.executor = self._copying.executor
-        self._at: dict[tuple[int, ...], Recording] = {}
-        self.recording_seconds = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """Drops all recordings but the one that copies; looks for places anew."""
-        for recording in self._at.values():
-            recording.release()
-        self._at.clear()
-        self._sightings: dict[tuple[int, ...], int] = {}
+        self._at: dict[Place, Recording] = {}
         self._looking = self.executor.keeps_outputs  # others use their inputs where they lie anyway
+        self._replays = 0
+        self._recording_seconds = 0.0
+
+    @property
+    def num_recordings(self) -> int:
+        """How many there are: a replay that makes another one takes longer than the next."""
+        return 1 + len(self._at)
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether a ring of as many places as are kept would be known, or those that are found do not matter."""
+        return not self._looking or self._places.are_final or self._replays >= _MOST_RECORDINGS * _SIGHTINGS
+
+    def take_recording_seconds(self) -> float:
+        """Wall time that replays have spent on recordings since this was last asked."""
+        seconds, self._recording_seconds = self._recording_seconds, 0.0
+        return seconds
 
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
         """As `Recording.fits`."""
@@ -83,6 +125,7 @@ class ByAddress:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
         if not self._looking and not self._at:
             return self._copying(inputs)
+        self._replays += 1
         place = tuple([inputs[position].data_ptr() for position in self._copied])
         recording = self._at.get(place)
         if recording is None and self._looking:
@@ -91,21 +134,15 @@ class ByAddress:
 
     def release(self) -> None:
         """Gives the memory of all recordings back."""
-        self.restart()
+        for recording in self._at.values():
+            recording.release()
+        self._at.clear()
         self._copying.release()
 
-    def _look(self, place: tuple[int, ...], inputs: Sequence[torch.Tensor]) -> Recording | None:
-        """Counts a sighting; a recording for `place` if there have been enough."""
-        self._sightings[place] = self._sightings.get(place, 0) + 1
-        if len(self._sightings) > _MOST_PLACES:
-            self._looking = False
-        if self._sightings[place] < _SIGHTINGS or not self._looking:
-            return None
-        if len(self._at) == _MOST_RECORDINGS:
-            self._looking = False
-            return None
-        if not self._at and not self._is_worthwhile():
-            self._looking = False
+    def _look(self, place: Place, inputs: Sequence[torch.Tensor]) -> Recording | None:
+        """A new recording for `place`, if inputs come back to it and there can be one."""
+        if not self._places.see(place):
+            self._looking = not self._places.are_none
             return None
         if self._overlap(inputs):
             return None
@@ -116,7 +153,7 @@ class ByAddress:
             self._looking = False
             return None
         finally:
-            self.recording_seconds += time.perf_counter() - started
+            self._recording_seconds += time.perf_counter() - started
         return recording
 
     def _overlap(self, inputs: Sequence[torch.Tensor]) -> bool:

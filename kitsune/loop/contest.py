@@ -51,8 +51,9 @@ class Entrant(Protocol):
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs: ...
 
-    def restart(self) -> None:
-        """Drops what it has gathered while it ran, so that it is no better off than one just made."""
+    @property
+    def num_recordings(self) -> int:
+        """How many it has made; a replay that makes another one tells nothing of the next."""
 
     def release(self) -> None:
         """Gives its memory back."""
@@ -161,11 +162,15 @@ class Contest(Generic[E]):
             else:
                 self._examine(inputs)
         self._replays += 1
-        if self._replays <= self._end - _SAMPLES:
-            if self._is_runoff:
-                self._take_pace()
-            return self.winner(inputs)
-        return self._stopwatch.time(partial(self._launch, inputs))
+        if self._replays > self._end - _SAMPLES:
+            return self._stopwatch.time(partial(self._launch, inputs))
+        if self._is_runoff:
+            self._take_pace()
+        before = self.winner.num_recordings
+        outputs = self.winner(inputs)
+        if self.trying and self.winner.num_recordings != before:
+            self._replays = 0  # the turn begins when all are made
+        return outputs
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
@@ -193,7 +198,6 @@ class Contest(Generic[E]):
     def _begin(self) -> None:
         """Each entrant gets a turn, the first one first, which is present."""
         self.trying = True
-        self.winner.restart()
         self._samples, self._launches, self._paces = {}, {}, {}
         self._earlier_us = [math.inf] * len(self._makers)
         self._turns = deque(place for place in range(1, len(self._makers)) if place not in self._unfit)

@@ -29,7 +29,7 @@ from kitsune.fallback import Chooser, RefusalLog
 from kitsune.graph import dataflow
 from kitsune.loop import planning
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.by_address import ByAddress, Record
+from kitsune.loop.by_address import ByAddress, Places
 from kitsune.loop.contest import Contest
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planned_recording import clear, most_on_streams, record_planned
@@ -82,6 +82,7 @@ class WholeStep(GuardedStep):
         self._program: StepProgram | None = None
         self._input_ids: list[int] = []
         self._contest: Contest[ByAddress] | None = None
+        self._by_address: Callable[..., ByAddress]
         self._handout: Handout | None = None
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] | None = None
@@ -304,8 +305,13 @@ class WholeStep(GuardedStep):
         device = inputs[0].device
         self._handout = handout(device) if device.type == "cuda" and self._config.cuda_graphs else None
         before = self._pool.num_bytes()
+        copied = [position for position in range(len(inputs)) if position not in program.stable]
+        copies = copies_us([inputs[position] for position in copied])
+        self._by_address = partial(
+            ByAddress, copied=copied, places=Places(partial(_copies_matter, self.chooser, copies))
+        )
         self._contest = Contest(
-            self._maker(program, partial(Recording, program.module, **self._conditions(program))),
+            partial(self._by_address, partial(Recording, program.module, **self._conditions(program))),
             inputs,
             stopwatch(device),
             self._log.do_without,
@@ -321,15 +327,6 @@ class WholeStep(GuardedStep):
         self._trained_ids = list(map(id, self._trained))
         self._others = None if self._num_streams() > 1 or self._fuses() else ()
 
-    def _maker(self, program: StepProgram, record: Record) -> Callable[[Sequence[torch.Tensor]], ByAddress]:
-        def make(inputs: Sequence[torch.Tensor]) -> ByAddress:
-            copied = [position for position in range(len(inputs)) if position not in stable]
-            tensors = [inputs[position] for position in copied]
-            return ByAddress(record, inputs, copied, partial(_copies_matter, chooser, copies_us(tensors)))
-
-        stable, chooser = program.stable, self.chooser  # not `self`: the contest is the step's own
-        return make
-
     def _conditions(self, program: StepProgram) -> dict[str, Any]:
         conditions = {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
         return {**conditions, "handout": self._handout}
@@ -341,13 +338,12 @@ class WholeStep(GuardedStep):
         return self._in_order, *(self._others or ())
 
     def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
-        if self._others is None and self._may_try_others():
+        if self._may_try_others() and contest.winner.has_looked:
             self._consider_others(contest, inputs)
         if self._is_reopened and self.chooser.settled:
             self._is_reopened = False
             clear(self._memory, inputs[0].device)  # the eager steps have left some
-        settled, winner = contest.settled, contest.winner
-        recorded = winner.recording_seconds
+        settled = contest.settled
         try:
             outputs = contest(inputs)
         except RefusedError:
@@ -358,7 +354,7 @@ class WholeStep(GuardedStep):
             raise
         if contest.trying or contest.settled != settled:
             self.setup_seconds += contest.take_making_seconds()
-        self.setup_seconds += winner.recording_seconds - recorded
+        self.setup_seconds += contest.winner.take_recording_seconds()
         if contest.settled != settled:
             self._choice = _choice(self._plans()[contest.place])
             self.chooser.reopen()
@@ -424,7 +420,7 @@ class WholeStep(GuardedStep):
         if self._in_order_bytes is not None:
             conditions["most_bytes"] = most_on_streams(self._in_order_bytes, inputs, self._trained)
         records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
-        contest.open([self._maker(program, record) for record in records])
+        contest.open([partial(self._by_address, record) for record in records])
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)

@@ -352,7 +352,7 @@ def test_without_cuda_graphs_plans_run_on_live_streams() -> None:
             module, loss_fn, optimizer, mode="auto", num_streams=NUM_STREAMS, cuda_graphs=cuda_graphs,
             enable_fusion=False,
         )  # fmt: skip
-        losses.append([step(*batches[index % NUM_BATCHES]) for index in range(300)])
+        losses.append([step(*batches[index % NUM_BATCHES]) for index in range(500)])
         status = step.status()
         assert status.executor == ("cuda graph" if cuda_graphs else "streams"), str(status)
         plan = step.plan()

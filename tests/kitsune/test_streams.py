@@ -20,7 +20,7 @@ from kitsune.device import refuse_streams
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.placing import only
 from kitsune.fallback import Chooser
-from kitsune.loop import contest, planned_recording, planning, recording, whole_step
+from kitsune.loop import by_address, contest, planned_recording, planning, recording, whole_step
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.memory.pooled import pooled_bytes
@@ -48,6 +48,7 @@ def _a_device_with_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_streams", lambda device: None)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+    monkeypatch.setattr(by_address, "_SIGHTINGS", 2)
 
 
 @pytest.fixture

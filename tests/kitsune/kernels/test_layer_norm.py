@@ -377,7 +377,7 @@ def test_more_elements_than_32_bits_count() -> None:
     exact = functional.layer_norm(x[-2:].double(), (1024,), eps=EPS)
     torch.testing.assert_close(y[-2:].double(), exact, rtol=2**-8, atol=1e-6)
     options = {"weight_dtype": torch.float32, "bias_dtype": torch.float32}
-    grad_x, _, _, grad_bias = layer_norm.layer_norm_backward(y, None, x, mean, rstd, None, **options)
+    grad_x, _, grad_bias, _ = layer_norm.layer_norm_backward(y, None, x, mean, rstd, None, **options)
     assert grad_x[-2:].abs().max() < 0.1  # what is normalized has no gradient along itself
     torch.testing.assert_close(grad_bias, y.sum(0, dtype=torch.float32), rtol=1e-3, atol=1.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import by_address, whole_step
-from kitsune.loop.by_address import ByAddress
+from kitsune.loop.by_address import ByAddress, Places
 from kitsune.loop.recording import Recording
 from tests.kitsune import static_memory
 from tests.kitsune.training import batch, compare
@@ -63,7 +63,7 @@ ASKED: list[None] = []
 
 def replays(records: Records, worthwhile: bool = True) -> ByAddress:
     ASKED.clear()
-    return ByAddress(records, [torch.zeros(1), WEIGHT], [0], lambda: (ASKED.append(None), worthwhile)[1])
+    return ByAddress(records, [torch.zeros(1), WEIGHT], [0], Places(lambda: (ASKED.append(None), worthwhile)[1]))
 
 
 def ring(size: int) -> Iterator[list[Tensor]]:
@@ -80,9 +80,11 @@ def test_places_that_come_back_get_recordings_of_their_own() -> None:
     records = Records()
     step, batches = replays(records), ring(3)
     assert run(step, batches, 3 * (SIGHTINGS - 1)) == [0] * 12
-    assert step.recording_seconds == 0
+    assert (step.take_recording_seconds(), step.num_recordings) == (0, 1)
     assert run(step, batches, 6) == [1, 2, 3, 1, 2, 3]
-    assert step.recording_seconds > 0
+    assert step.num_recordings == 4
+    assert step.take_recording_seconds() > 0
+    assert step.take_recording_seconds() == 0
     assert [made.in_place for made in records.made] == [[], [0], [0], [0]]
     assert step([torch.ones(1), WEIGHT]) == 0
     assert len(ASKED) == 1
@@ -118,19 +120,43 @@ def test_what_lies_in_the_memory_of_others_is_copied() -> None:
     """The step may write there before it has read all of its inputs."""
     records = Records()
     both = torch.zeros(2)
-    step = ByAddress(records, [torch.zeros(1), both[:1]], [0], lambda: True)
+    step = ByAddress(records, [torch.zeros(1), both[:1]], [0], Places(lambda: True))
     assert {step([both[1:], both[:1]]) for _ in range(100)} == {0}
     assert len(records.made) == 1
 
 
-def test_restarted_it_looks_again() -> None:
+def test_another_way_to_replay_the_step_knows_the_places() -> None:
+    places, batches = Places(lambda: True), ring(3)
+    run(ByAddress(Records(), [torch.zeros(1), WEIGHT], [0], places), batches, 3 * SIGHTINGS)
+    other = ByAddress(Records(), [torch.zeros(1), WEIGHT], [0], places)
+    assert run(other, batches, 6) == [1, 2, 3, 1, 2, 3]
+    assert other([torch.ones(1), WEIGHT]) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "steps"),
+    [
+        pytest.param(1, by_address._MOST_RECORDINGS * SIGHTINGS, id="few"),
+        pytest.param(by_address._MOST_RECORDINGS, by_address._MOST_RECORDINGS * SIGHTINGS, id="as many as are kept"),
+        pytest.param(1000, 30 + 1, id="many"),
+    ],
+)
+def test_it_has_looked_once_no_place_is_missing(size: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_address, "_MOST_PLACES", 30)
     records = Records()
-    step, batches = replays(records), ring(1)
-    run(step, batches, 2 * SIGHTINGS)
-    step.restart()
-    assert records.made[1].released
-    assert run(step, batches, SIGHTINGS - 1) == [0] * (SIGHTINGS - 1)
-    assert run(step, batches, 1) == [2]
+    step, batches = replays(records), ring(size)
+    for _ in range(steps):
+        assert not step.has_looked
+        step(next(batches))
+    assert step.has_looked
+    assert len(records.made) == 1 + (size if size <= by_address._MOST_RECORDINGS else 0)
+    assert len(ASKED) == 1
+
+
+def test_where_copies_cost_little_there_is_nothing_to_look_for() -> None:
+    assert replays(Records(), worthwhile=False).has_looked
+    assert replays(Records(keeps_outputs=False)).has_looked
+    assert len(ASKED) == 0
 
 
 def test_where_copies_cost_little_they_stay() -> None:

@@ -61,7 +61,7 @@ class Runner:
     """Takes `cost_us` at each call, and returns its name and how often it was called."""
 
     def __init__(self, name: str, clock: Clock, cost_us: float) -> None:
-        self.name, self.cost_us, self.calls, self.released, self.restarts = name, cost_us, 0, False, 0
+        self.name, self.cost_us, self.calls, self.released, self.num_recordings = name, cost_us, 0, False, 1
         self._clock = clock
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -70,9 +70,6 @@ class Runner:
         self.calls += 1
         self._clock.us += self.cost_us
         return []
-
-    def restart(self) -> None:
-        self.restarts += 1
 
     def release(self) -> None:
         assert not self.released
@@ -256,11 +253,32 @@ def test_what_else_the_loop_does_is_not_counted() -> None:
     assert race.contest.times_us == (10.0, 8.0)
 
 
-def test_the_first_starts_anew_when_the_trials_begin() -> None:
-    race = Race(10.0, 12.0)
-    race.run(300)
+def test_a_turn_begins_when_all_recordings_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second entrant is the faster one once it has made eight more, each in the midst of a replay."""
+    run = Runner.__call__
+
+    def record(runner: Runner, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if runner.name == "1" and runner.num_recordings <= 8:
+            runner.num_recordings += 1
+            runner.cost_us = 8.0 if runner.num_recordings > 8 else 100.0
+        return run(runner, inputs)
+
+    monkeypatch.setattr(Runner, "__call__", record)
+    race = Race(10.0, 100.0)
     race.open()
-    assert race.made[0].restarts == 1
+    race.run(300)
+    assert race.contest.place == 1
+    assert race.contest.times_us == (10.0, 8.0)
+
+
+def test_recordings_made_later_do_not_put_off_looking_for_slowdowns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 30)
+    race = Race(10.0)
+    race.open()
+    race.run(20)
+    race.made[0].num_recordings += 1
+    race.run(11)
+    assert race.contest.times_us == (10.0,)
 
 
 def test_where_there_is_no_room_for_trials_the_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
