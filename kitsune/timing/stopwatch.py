@@ -13,10 +13,12 @@ from kitsune.timing.busy import keep_busy
 
 T = TypeVar("T")
 
-# The device gets so much more to wait for than the host took for the latest work, but no more than that.
+# The device gets so many times to wait for what the host took for the latest work: enough for the first of several
+# pieces that follow each other, or for each by itself where the loop waits for it; but no more than that.
+_FIRST_HEAD_START = 16.0
 _HEAD_START = 2.0
-_FIRST_HEAD_START_US = 1_000.0
 _LONGEST_HEAD_START_US = 20_000.0
+_FIRST_LAUNCH_US = 60.0
 
 
 class Stopwatch(Protocol):
@@ -50,26 +52,28 @@ class _Clock:
 
 
 class _Events:
-    """Before each piece of work the device gets something to wait for.
+    """Before a piece of work the device gets something to wait for, unless it is at the last piece still.
 
     So the host gets ahead of it, and what the host takes to launch the work is not counted, not even in a loop that
-    waits for each step.
+    waits for each step. In other loops pieces are timed in the queue in which they will run, where each begins when
+    all streams of the last one have ended.
     """
 
     def __init__(self, device: torch.device) -> None:
         spare_garbage_in_forks()
         self._device = device
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._head_start_us = _FIRST_HEAD_START_US
+        self._launch_us = _FIRST_LAUNCH_US
 
     def time(self, work: Callable[[], T]) -> T:
+        if not self._events or self._events[-1][1].query():
+            launches = _HEAD_START if self._events else _FIRST_HEAD_START
+            keep_busy(min(launches * self._launch_us, _LONGEST_HEAD_START_US), self._device)
         started = time.perf_counter()
-        keep_busy(self._head_start_us, self._device)
         begin = self._now()
         result = work()
         self._events.append((begin, self._now()))
-        taken_us = (time.perf_counter() - started) * 1e6
-        self._head_start_us = min(_HEAD_START * taken_us, _LONGEST_HEAD_START_US)
+        self._launch_us = (time.perf_counter() - started) * 1e6
         return result
 
     def read(self) -> list[float]:

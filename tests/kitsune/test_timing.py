@@ -22,6 +22,7 @@ from kitsune.config import cache_dir
 from kitsune.timing import CostCache, device_us, replayed_us
 from kitsune.timing import cache as cache_module
 from kitsune.timing import identity as identity_module
+from kitsune.timing import stopwatch as stopwatch_module
 from kitsune.timing import timer as timer_module
 from kitsune.timing.identity import identity
 
@@ -98,6 +99,89 @@ def test_a_host_that_falls_behind_gets_a_longer_head_start(
     blocks(10)
     known = first_ahead < tries
     assert (head_starts[1] > 10 * HOST_US) == known, "enough for a host whose pace is known"
+
+
+class Machine:
+    """A host and a device with one queue, each with its clock, in microseconds.
+
+    Attributes:
+        head_starts: what the device got to wait for, before the given piece of work.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host_us = self.device_us = 0.0
+        self.head_starts: dict[int, float] = {}
+        self.pieces = 0
+        monkeypatch.setattr(stopwatch_module.time, "perf_counter", lambda: self.host_us * 1e-6)
+        monkeypatch.setattr(stopwatch_module, "keep_busy", self._keep_busy)
+        monkeypatch.setattr(stopwatch_module._Events, "_now", lambda _: Event(self))
+        self.stopwatch = stopwatch_module.stopwatch(torch.device("cuda"))
+
+    def step(self, *, launch_us: float, work_us: float, rest_us: float, waits: bool) -> None:
+        """One of a loop: the device begins with the work when all of it is launched; then does something else."""
+
+        def work() -> None:
+            self.host_us += launch_us
+            self._do(work_us)
+
+        self.stopwatch.time(work)
+        self.pieces += 1
+        self._do(7.0)
+        self.host_us = max(self.host_us + rest_us, self.device_us if waits else 0.0)
+
+    def _keep_busy(self, us: float, _device: torch.device) -> None:
+        self.head_starts[self.pieces] = us
+        self._do(us)
+
+    def _do(self, us: float) -> None:
+        self.device_us = max(self.device_us, self.host_us) + us
+
+
+class Event:
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self.us = machine, max(machine.device_us, machine.host_us)
+
+    def query(self) -> bool:
+        return self.us <= self._machine.host_us
+
+    def synchronize(self) -> None:
+        self._machine.host_us = max(self._machine.host_us, self.us)
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.us - self.us) * 1e-3
+
+
+def test_work_of_a_loop_that_runs_on_is_timed_in_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is slower than the device, but has a head start that is enough for all of it."""
+    machine = Machine(monkeypatch)
+    for _ in range(2):
+        machine.pieces = 0
+        machine.head_starts.clear()
+        for _ in range(7):
+            machine.step(launch_us=50.0, work_us=40.0, rest_us=20.0, waits=False)
+        assert machine.stopwatch.read() == pytest.approx([40.0] * 7)
+        assert list(machine.head_starts) == [0]
+    assert machine.stopwatch.read() == []
+
+
+def test_work_of_a_loop_that_waits_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits before each piece, but for long only before the first."""
+    machine = Machine(monkeypatch)
+    for _ in range(7):
+        machine.step(launch_us=50.0, work_us=40.0, rest_us=20.0, waits=True)
+    assert machine.stopwatch.read() == pytest.approx([40.0] * 7)
+    first, *others = machine.head_starts.values()
+    assert others == pytest.approx([100.0] * 6)
+    assert 7 * 50.0 < first < 20 * 60.0
+
+
+def test_a_slow_launch_makes_the_device_wait_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    for _ in range(2):
+        machine.step(launch_us=1e6, work_us=40.0, rest_us=0.0, waits=True)
+    machine.step(launch_us=50.0, work_us=40.0, rest_us=0.0, waits=True)
+    assert machine.head_starts[2] == 20_000.0
+    assert machine.stopwatch.read()[-1] == pytest.approx(40.0)
 
 
 @pytest.mark.gpu
