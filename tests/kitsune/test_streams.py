@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import kitsune
 import models
@@ -205,6 +205,41 @@ def test_a_trial_is_not_the_steady_state_yet() -> None:
     trials = len(training.status().schedules)
     assert modes[-1] == "replay"
     assert modes.count("measuring") >= trials * contest._SAMPLES
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_each_plan_is_timed_as_the_loop_will_replay_it(
+    favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches come back to two places: each plan has a recording that copies, and two that read there, when timed."""
+    made: list[int] = []
+    seen: list[int] = []
+    record, launch = Recording.__init__, contest.Contest._launch
+
+    def count(recording: Recording, *args: Any, in_place: Collection[int] = (), **more: Any) -> None:
+        made.append(len(in_place))
+        record(recording, *args, in_place=in_place, **more)
+
+    def timed(trials: Any, inputs: Sequence[Tensor]) -> Any:
+        seen.append(trials.winner.num_recordings)
+        return launch(trials, inputs)
+
+    monkeypatch.setattr(Recording, "__init__", count)
+    monkeypatch.setattr(contest.Contest, "_launch", timed)
+    monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: True)
+    static_memory.install(monkeypatch)
+    favour(1)
+    buffers = [batch(index)[0] for index in range(2)]
+
+    def batches(index: int) -> Any:
+        for buffer, fresh in zip(buffers[index % 2], batch(index)[0], strict=True):
+            buffer.copy_(fresh)
+        return buffers[index % 2], {}
+
+    training = train(batches=batches)
+    plans = len(training.status().schedules)
+    assert made == [0, 2, 2] * (plans + 1)  # the winner is made anew
+    assert set(seen) == {3}
 
 
 def moved_at(*steps: int) -> Callable[[Training, int], None]:
