@@ -164,13 +164,7 @@ class Contest(Generic[E]):
         self._replays += 1
         if self._replays > self._end - _SAMPLES:
             return self._stopwatch.time(partial(self._launch, inputs))
-        if self._is_runoff:
-            self._take_pace()
-        before = self.winner.num_recordings
-        outputs = self.winner(inputs)
-        if self.trying and self.winner.num_recordings != before:
-            self._replays = 0  # the turn begins when all are made
-        return outputs
+        return self._warm_up(inputs) if self.trying else self.winner(inputs)
 
     def release(self) -> None:
         """Gives the memory of all entrants back."""
@@ -182,6 +176,16 @@ class Contest(Generic[E]):
         if not self.trying:
             return self._probe_every
         return _RUNOFF_TURN if self._is_runoff else _TURN
+
+    def _warm_up(self, inputs: Sequence[torch.Tensor]) -> Outputs:
+        """A replay of a turn that is not timed; the turn begins when all recordings are made."""
+        if self._is_runoff:
+            self._take_pace()
+        before = self.winner.num_recordings
+        outputs = self.winner(inputs)
+        if self.winner.num_recordings != before:
+            self._replays = 0
+        return outputs
 
     def _take_pace(self) -> None:
         now = time.perf_counter()
