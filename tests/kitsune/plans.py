@@ -9,14 +9,14 @@ import pytest
 
 from kitsune.fusion import judge
 from kitsune.kernels import tuning
-from kitsune.loop import contest, fusing, planning
+from kitsune.loop import contest, fusing, planning, whole_step
 from kitsune.plan import Plan
 
 
 def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) -> None:
     """Of the plans that may be faster than the one in order the first that `is_wanted` is tried, after few steps wins.
 
-    Without one, the plan in order stays.
+    Whatever memory it takes. Without one, the plan in order stays.
     """
     others = planning.others
 
@@ -24,6 +24,7 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
         return tuple(planned for planned in others(*args, **options) if is_wanted(planned.plan))[:1]
 
     monkeypatch.setattr(planning, "others", only)
+    monkeypatch.setattr(whole_step, "most_on_streams", lambda *_: None)
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, name, value)
