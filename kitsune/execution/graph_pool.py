@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,11 +44,22 @@ class GraphPool:
             return 0
         if torch.cuda.get_allocator_backend() != "native":
             return None
-        segments = torch.cuda.memory_snapshot(self._handle, include_traces=False)
-        return sum(int(one["total_size"]) for one in segments)
+        return sum(int(one["total_size"]) for one in _segments(self._handle))
 
     def leave(self) -> None:
         """One graph less."""
         self._graphs -= 1
         if self._graphs == 0:
             self._handle = None
+
+
+def _segments(handle: _POOL_HANDLE) -> Sequence[dict[str, Any]]:
+    """What the pool with that handle has taken from the device.
+
+    `torch.cuda.memory_snapshot` gives back a reference of each of its arguments that it never took (in torch 2.11,
+    `THCPModule_memorySnapshot` owns what `PyTuple_GetItem` lends it). A handle's number over 256 is an object of its
+    own, which would be gone while the handle still held it: so each gets one reference more.
+    """
+    for argument in (*handle, False):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(argument))
+    return torch.cuda.memory_snapshot(handle, include_traces=False)  # type: ignore[no-any-return]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -29,6 +31,24 @@ def test_the_memory_of_a_graph_counts_whether_values_lie_there_or_not() -> None:
     graph.reset()
     pool.leave()
     assert pool.num_bytes() == 0
+
+
+@pytest.mark.gpu
+def test_a_pool_may_be_asked_often() -> None:
+    """Each time `torch.cuda.memory_snapshot` forgets that others refer to the handle's numbers."""
+    pool, graph = GraphPool(StreamPool()), torch.cuda.CUDAGraph()
+    while max(torch.cuda.graph_pool_handle()) <= 256:  # smaller numbers are shared by all of Python
+        pass
+    handle = pool.enter()
+    with torch.cuda.graph(graph, pool=handle):
+        values = torch.ones(MIB, device="cuda") + 1
+    number = max(handle)
+    before = sys.getrefcount(number)
+    assert len({pool.num_bytes() for _ in range(10)}) == 1
+    assert sys.getrefcount(number) >= before
+    del values
+    graph.reset()
+    pool.leave()
 
 
 @pytest.mark.gpu
