@@ -23,6 +23,7 @@ from kitsune.graph import dataflow
 from kitsune.passes import pipeline
 from kitsune.passes.channels_last import channels_last
 from kitsune.passes.regions import INDUCTOR, Fused, fuse_regions
+from kitsune.passes.spare_copies import spare_copies
 from kitsune.plan import Fusion
 from kitsune.timing import CostCache
 
@@ -55,8 +56,11 @@ def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, 
     other = cleared if _rounds_by_layout(cleared) else channels_last(cleared)
     layouts = [_Layout(cleared, ())]
     if other is not cleared:
-        convolutions = tuple(node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS)
-        layouts.append(_Layout(other, (Fusion("channels last", convolutions, None, None, None),)))
+        convolutions = [node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS]
+        layouts.append(_Layout(other, _of_layout("channels last", convolutions)))
+    spared = spare_copies(cleared)
+    if spared is not cleared:
+        layouts.append(_Layout(spared, _of_layout("spared copies", sorted(_copies(cleared) - _copies(spared)))))
     found = _fused(layouts, device)
     return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
 
@@ -66,6 +70,15 @@ class _Layout(NamedTuple):
 
     module: fx.GraphModule
     done: tuple[Fusion, ...]
+
+
+def _of_layout(name: str, operators: Sequence[str]) -> tuple[Fusion, ...]:
+    """What was done to these operators; it is measured with the whole step."""
+    return (Fusion(name, tuple(operators), None, None, None),)
+
+
+def _copies(module: fx.GraphModule) -> set[str]:
+    return {node.name for node in module.graph.nodes if node.target is torch.ops.aten.clone.default}
 
 
 def _rounds_by_layout(module: fx.GraphModule) -> bool:

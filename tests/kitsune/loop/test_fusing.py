@@ -15,6 +15,7 @@ from kitsune.loop import fusing
 from tests.kitsune.fusion.running import never
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.passes.test_channels_last import step
+from tests.kitsune.passes.test_spare_copies import step as attention_step
 
 
 class Never:
@@ -42,6 +43,19 @@ def test_channels_last_is_tried_where_it_changes_no_precision(
     found = fusing.rewritten(step(name, half=half).module, torch.device("cpu"))
     used = [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None]
     assert used == ["channels last"] * tried
+
+
+def test_a_graph_with_fewer_copies_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    module = attention_step(half=True).module
+    ((found, fusions),) = fusing.rewritten(module, torch.device("cpu"))
+    (spared,) = (fusion for fusion in fusions if fusion.refusal is None)
+    assert spared.template == "spared copies"
+    copies = [node.name for node in module.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert set(spared.operators) <= set(copies)
+    left = [node for node in found.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert len(left) < len(copies)
 
 
 @pytest.fixture
