@@ -123,9 +123,7 @@ class _Conversion:
         elif _is_view(node):
             self._see(node)
         elif self._may_go(node):
-            (source,) = node.all_input_nodes
-            form = self._form(source)
-            self._forms[node] = form
+            self._forms[node] = self._form(node.all_input_nodes[0])
         else:
             self._compute(node)
 
