@@ -43,6 +43,17 @@ def refuse_triton(device: torch.device, purpose: str) -> Refusal | None:
     return _refuse_launchers(purpose)
 
 
+def refuse_bulk_copies(device: torch.device) -> Refusal | None:
+    """None if kernels may fetch tiles by the bulk copy engine of `device` ("tensor memory accelerator"), or need not.
+
+    On the CPU operators are their references.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return Refusal(f"bulk copies need compute capability 9.0: {name} is older")
+
+
 def _refuse_launchers(purpose: str) -> Refusal | None:
     """None if there is what Triton builds the launchers of its kernels with: a C compiler and Python's headers."""
     if not os.environ.get("CC") and not any(shutil.which(compiler) for compiler in ("gcc", "clang")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kitsune.fusion import (
     batch_norm,
     casts,
+    conv,
     head,
     linear,
     norms,
@@ -26,6 +27,9 @@ OF_LAYERS: tuple[Template, ...] = (
     pool.copied,
     small_conv.forward,
     small_conv.backward,
+    conv.forward_with_batch_norm,
+    conv.forward,
+    conv.backward,
     padding.forward,  # of what no kernel of ours takes
     padding.weight_gradient,
     head.forward_and_backward,  # it takes the last linear layer with it

@@ -303,10 +303,10 @@ def _check(
         if not tensor.is_contiguous():
             raise ValueError(f"batch_norm takes {name} dense in memory: got stride {tensor.stride()[0]}")
     if counters is not None:
-        _check_counters(counters, num_counters(layout.channels, branches), x.device)
+        check_counters(counters, num_counters(layout.channels, branches), x.device)
 
 
-def _check_counters(counters: Tensor, num: int, device: torch.device) -> None:
+def check_counters(counters: Tensor, num: int, device: torch.device) -> None:
     if counters.dtype != torch.int32 or counters.device != device or counters.dim() != 1 or counters.numel() < num:
         raise ValueError(
             f"batch_norm takes counters in int32 of shape ({num},) or more on {device}: "
@@ -325,7 +325,7 @@ def _of_channels(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], dtype=torch.float32)
 
 
-def _outputs_of_batch_norm(
+def outputs_of_batch_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -344,7 +344,7 @@ def _outputs_of_batch_norm(
     return torch.empty_like(x), _of_channels(x), _of_channels(x)
 
 
-def _outputs_of_batch_norm_backward(
+def outputs_of_batch_norm_backward(
     grad_y: Tensor,
     x: Tensor,
     y: Tensor | None,
@@ -364,7 +364,7 @@ def _outputs_of_batch_norm_backward(
     return torch.empty_like(x), _of_channels(x), _of_channels(x)
 
 
-def _outputs_of_batch_norm_residual_backward(
+def outputs_of_batch_norm_residual_backward(
     grad_y: Tensor,
     x: Tensor,
     y: Tensor,
@@ -380,7 +380,7 @@ def _outputs_of_batch_norm_residual_backward(
     return torch.empty_like(x), torch.empty_like(x), _of_channels(x), _of_channels(x)
 
 
-def _outputs_of_batch_norm_join(
+def outputs_of_batch_norm_join(
     a: Tensor,
     weight_a: Tensor | None,
     bias_a: Tensor | None,
@@ -406,7 +406,7 @@ def _outputs_of_batch_norm_join(
     return torch.empty_like(a), _of_channels(a), _of_channels(a), _of_channels(a), _of_channels(a)
 
 
-def _outputs_of_batch_norm_join_backward(
+def outputs_of_batch_norm_join_backward(
     grad_y: Tensor,
     y: Tensor | None,
     a: Tensor,
@@ -451,8 +451,8 @@ def _implement(name: str, outputs_of: Callable[..., tuple[Tensor, ...]]) -> None
     torch.library.impl(f"kitsune::{name}", "CUDA", on_cuda)
 
 
-_implement("batch_norm", _outputs_of_batch_norm)
-_implement("batch_norm_backward", _outputs_of_batch_norm_backward)
-_implement("batch_norm_residual_backward", _outputs_of_batch_norm_residual_backward)
-_implement("batch_norm_join", _outputs_of_batch_norm_join)
-_implement("batch_norm_join_backward", _outputs_of_batch_norm_join_backward)
+_implement("batch_norm", outputs_of_batch_norm)
+_implement("batch_norm_backward", outputs_of_batch_norm_backward)
+_implement("batch_norm_residual_backward", outputs_of_batch_norm_residual_backward)
+_implement("batch_norm_join", outputs_of_batch_norm_join)
+_implement("batch_norm_join_backward", outputs_of_batch_norm_join_backward)

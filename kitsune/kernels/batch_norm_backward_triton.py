@@ -104,7 +104,7 @@ def _sums(
 
 
 @triton.jit
-def _store_of_channels(
+def store_of_channels(
     grads: tl.tuple, weight: tl.tensor, bias: tl.tensor, channels: tl.tensor, num_channels: tl.tensor
 ) -> None:
     tl.store(grads[1] + channels, weight, channels < num_channels)
@@ -162,7 +162,7 @@ def _store_gradients(
 
 
 @triton.jit
-def _all_sums(
+def all_sums(
     partials: tl.tensor,
     num_partials: tl.tensor,
     b: tl.tuple,
@@ -231,12 +231,12 @@ def partial_sums(
     if b is not None:
         tl.store(at + 2 * stride, sums_b, mask)
     if is_last(counters + tl.program_id(1), num_partials):
-        grad_bias, of_a, of_b = _all_sums(
+        grad_bias, of_a, of_b = all_sums(
             partials, num_partials, b, channels, num_channels, block_partials, block_channels
         )
-        _store_of_channels(grads_a, of_a * values_a[1], grad_bias, channels, num_channels)
+        store_of_channels(grads_a, of_a * values_a[1], grad_bias, channels, num_channels)
         if b is not None:
-            _store_of_channels(grads_b, of_b * values_b[1], grad_bias, channels, num_channels)
+            store_of_channels(grads_b, of_b * values_b[1], grad_bias, channels, num_channels)
 
 
 @launched()
@@ -308,9 +308,9 @@ def backward_in_one(
     )  # fmt: skip
     grad_weight_a = sums_a * values_a[1]
     grad_weight_b = sums_b * values_b[1]
-    _store_of_channels(grads_a, grad_weight_a, grad_bias, channels, num_channels)
+    store_of_channels(grads_a, grad_weight_a, grad_bias, channels, num_channels)
     if b is not None:
-        _store_of_channels(grads_b, grad_weight_b, grad_bias, channels, num_channels)
+        store_of_channels(grads_b, grad_weight_b, grad_bias, channels, num_channels)
     _store_gradients(
         grad_y, added, y, grad_residual,
         a, grads_a, values_a, grad_weight_a, b, grads_b, values_b, grad_weight_b, grad_bias,

@@ -129,7 +129,7 @@ def _statistics(
 
 
 @triton.jit
-def _finished(
+def finished(
     norm: tl.tuple,
     training: tl.tuple,
     mean: tl.tensor,
@@ -169,7 +169,7 @@ def is_last(counter: tl.tensor, count: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _merged(
+def merged(
     partials: tl.tensor,
     num_partials: tl.tensor,
     rows: tl.tensor,
@@ -258,16 +258,14 @@ def partial_statistics(
     tl.store(partials + part * num_channels + channels, mean, mask)
     tl.store(partials + (part + num_partials) * num_channels + channels, m2, mask)
     if is_last(counters + branch * tl.num_programs(1) + tl.program_id(1), num_partials):
-        of_all, m2_of_all = _merged(
-            partials, num_partials, rows, rows_a_partial, channels, num_channels, block_partials
-        )
+        of_all, m2_of_all = merged(partials, num_partials, rows, rows_a_partial, channels, num_channels, block_partials)
         if b is None:
-            _finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
+            finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
         else:
             if branch == 0:
-                _finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
+                finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
             else:
-                _finished(b, training_b, of_all, m2_of_all, rows, channels, num_channels)
+                finished(b, training_b, of_all, m2_of_all, rows, channels, num_channels)
 
 
 # Forward
@@ -361,14 +359,14 @@ def forward_in_one(
     mean, m2 = _statistics(
         a[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
     )
-    invstd = _finished(a, training_a, mean, m2, rows, channels, num_channels)
+    invstd = finished(a, training_a, mean, m2, rows, channels, num_channels)
     values_a = values_of(a, mean, invstd, channels, num_channels, block_channels)
     values_b = values_a
     if b is not None:
         mean, m2 = _statistics(
             b[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
         )
-        invstd = _finished(b, training_b, mean, m2, rows, channels, num_channels)
+        invstd = finished(b, training_b, mean, m2, rows, channels, num_channels)
         values_b = values_of(b, mean, invstd, channels, num_channels, block_channels)
     _store_results(
         y, residual, a, values_a, b, values_b,

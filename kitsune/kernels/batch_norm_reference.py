@@ -68,11 +68,15 @@ def batch_norm_backward(
     relu: bool,
     added_grad_y: Tensor | None = None,
     counters: Tensor | None = None,
+    grad_residual: Tensor | None = None,
 ) -> None:
+    """Where there is a `grad_residual`, the gradient behind the ReLU is written there."""
     grad_y = _total(grad_y, added_grad_y)
     norm = _Norm(x, weight, bias, save_mean, save_invstd)
     if relu:
         grad_y = _masked(grad_y, norm.result().to(x.dtype) if y is None else y)
+    if grad_residual is not None:
+        grad_residual.copy_(grad_y)
     _gradients(outputs, grad_y, norm)
 
 

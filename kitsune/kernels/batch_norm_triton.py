@@ -21,7 +21,7 @@ Outputs = tuple[Tensor, ...]
 _INTERPRETED_PROCESSORS = 1
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
@@ -29,7 +29,7 @@ class _Norm(NamedTuple):
     save_invstd: Tensor
 
 
-class _Training(NamedTuple):
+class Training(NamedTuple):
     running_mean: Tensor | None
     running_var: Tensor | None
     momentum: float
@@ -38,14 +38,14 @@ class _Training(NamedTuple):
     def arguments(self) -> tuple[Tensor | float | None, ...]:
         return self.running_mean, self.running_var, self.momentum, 1 - self.momentum, self.eps
 
-    def without_effect(self, norm: _Norm) -> _Training:
+    def without_effect(self, norm: Norm) -> Training:
         """The same, for a trial: in place of the running statistics, the results of `norm` are written once more."""
         if self.running_mean is None:
             return self
         return self._replace(running_mean=norm.save_mean, running_var=norm.save_invstd)
 
 
-class _Gradients(NamedTuple):
+class Gradients(NamedTuple):
     x: Tensor
     weight: Tensor
     bias: Tensor
@@ -67,8 +67,8 @@ def batch_norm(
 ) -> None:
     """Like all below: launches on the current stream what `kitsune.kernels.batch_norm` says and checks."""
     y, save_mean, save_invstd = outputs
-    a = _Norm(x, weight, bias, save_mean, save_invstd)
-    _forward(y, residual, a, _Training(running_mean, running_var, momentum, eps), None, None, relu, counters)
+    a = Norm(x, weight, bias, save_mean, save_invstd)
+    _forward(y, residual, a, Training(running_mean, running_var, momentum, eps), None, None, relu, counters)
 
 
 def batch_norm_backward(
@@ -85,8 +85,8 @@ def batch_norm_backward(
     added_grad_y: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> None:
-    norm = _Norm(x, weight, bias, save_mean, save_invstd)
-    _backward(grad_y, added_grad_y, y, None, norm, _Gradients(*outputs), None, None, relu, counters)
+    norm = Norm(x, weight, bias, save_mean, save_invstd)
+    _backward(grad_y, added_grad_y, y, None, norm, Gradients(*outputs), None, None, relu, counters)
 
 
 def batch_norm_residual_backward(
@@ -102,8 +102,8 @@ def batch_norm_residual_backward(
     counters: Tensor | None = None,
 ) -> None:
     grad_x, grad_residual, grad_weight, grad_bias = outputs
-    norm = _Norm(x, weight, None, save_mean, save_invstd)
-    grads = _Gradients(grad_x, grad_weight, grad_bias)
+    norm = Norm(x, weight, None, save_mean, save_invstd)
+    grads = Gradients(grad_x, grad_weight, grad_bias)
     _backward(grad_y, added_grad_y, y, grad_residual, norm, grads, None, None, True, counters)
 
 
@@ -130,10 +130,10 @@ def batch_norm_join(
     _forward(
         y,
         None,
-        _Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a),
-        _Training(running_mean_a, running_var_a, momentum_a, eps_a),
-        _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b),
-        _Training(running_mean_b, running_var_b, momentum_b, eps_b),
+        Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a),
+        Training(running_mean_a, running_var_a, momentum_a, eps_a),
+        Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b),
+        Training(running_mean_b, running_var_b, momentum_b, eps_b),
         True,
         counters,
     )
@@ -157,19 +157,75 @@ def batch_norm_join_backward(
     added_grad_y: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> None:
-    norm_a = _Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a)
-    norm_b = _Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b)
-    grads_a, grads_b = _Gradients(*outputs[:3]), _Gradients(*outputs[3:])
+    norm_a = Norm(a, weight_a, bias_a, save_mean_a, save_invstd_a)
+    norm_b = Norm(b, weight_b, bias_b, save_mean_b, save_invstd_b)
+    grads_a, grads_b = Gradients(*outputs[:3]), Gradients(*outputs[3:])
     _backward(grad_y, added_grad_y, y, None, norm_a, grads_a, norm_b, grads_b, True, counters)
+
+
+def normalize(y: Tensor, residual: Tensor | None, norm: Norm, relu: bool) -> None:
+    """What `batch_norm` does once it has the statistics."""
+    layout = layout_of(norm.x)
+
+    def run(form: Form) -> None:
+        _apply(form, layout, y, residual, norm, None, relu)
+
+    run(_choose_tile(f"batch_norm apply {residual is not None}", layout, run, norm.x))
+
+
+def normalize_gradient(grad: Tensor, norm: Norm, grads: Gradients) -> None:
+    """What `batch_norm_backward` without ReLU does once it has the sums, which `grads` hold.
+
+    Args:
+        grad: behind the ReLU, where there is one.
+    """
+    layout = layout_of(norm.x)
+
+    def run(form: Form) -> None:
+        _apply_gradients(form, layout, grad, None, norm, grads, None, None, False)
+
+    run(_choose_tile("batch_norm_backward apply", layout, run, norm.x))
+
+
+def _choose_tile(name: str, layout: Layout, run: Callable[[Form], None], x: Tensor) -> Form:
+    """The form for what sums nothing, where only the tile matters."""
+    tiles = [one._replace(num_partials=2) for one in forms(layout, _num_processors(x.device)) if one.num_partials > 1]
+    return choose(f"{name} {x.dtype} {layout}", tuple(dict.fromkeys(tiles)), run, x.device)
+
+
+def _apply(form: Form, layout: Layout, y: Tensor, residual: Tensor | None, a: Norm, b: Norm | None, relu: bool) -> None:
+    parts, of_b = split(form, layout), None if b is None else tuple(b)
+    apply[(parts.num_row_programs, triton.cdiv(layout.channels, form.block_channels))](
+        y, residual, tuple(a), of_b,
+        layout.rows, layout.channels, layout.spatial, parts.rows_a_program, relu=relu, **_tile(form, layout),
+    )  # fmt: skip
+
+
+def _apply_gradients(
+    form: Form,
+    layout: Layout,
+    grad: Tensor,
+    y: Tensor | None,
+    a: Norm,
+    grads_a: Gradients,
+    b: Norm | None,
+    grads_b: Gradients | None,
+    relu: bool,
+) -> None:
+    parts, of_b = split(form, layout), (None, None) if b is None or grads_b is None else (tuple(b), tuple(grads_b))
+    apply_gradients[(parts.num_row_programs, triton.cdiv(layout.channels, form.block_channels))](
+        grad, y, tuple(a), tuple(grads_a), *of_b,
+        layout.rows, layout.channels, layout.spatial, parts.rows_a_program, relu=relu, **_tile(form, layout),
+    )  # fmt: skip
 
 
 def _forward(
     y: Tensor,
     residual: Tensor | None,
-    a: _Norm,
-    training_a: _Training,
-    b: _Norm | None,
-    training_b: _Training | None,
+    a: Norm,
+    training_a: Training,
+    b: Norm | None,
+    training_b: Training | None,
     relu: bool,
     counters: Tensor | None,
 ) -> None:
@@ -178,7 +234,7 @@ def _forward(
     of_a, of_b = tuple(a), None if b is None else tuple(b)
     branches = 1 if b is None else 2
 
-    def run(form: Form, training_a: _Training, training_b: _Training | None, counters: Tensor | None) -> None:
+    def run(form: Form, training_a: Training, training_b: Training | None, counters: Tensor | None) -> None:
         tile = _tile(form, layout)
         trained = of_a, training_a.arguments(), of_b, None if training_b is None else training_b.arguments()
         blocks = triton.cdiv(layout.channels, form.block_channels)
@@ -196,9 +252,7 @@ def _forward(
             block_partials=parts.block_partials,
             **tile,
         )
-        apply[(parts.num_row_programs, blocks)](
-            y, residual, of_a, of_b, *matrix, parts.rows_a_program, relu=relu, **tile
-        )
+        _apply(form, layout, y, residual, a, b, relu)
 
     trial_a = training_a.without_effect(a)
     trial_b = None if b is None or training_b is None else training_b.without_effect(b)
@@ -213,10 +267,10 @@ def _backward(
     added: Tensor | None,
     y: Tensor | None,
     grad_residual: Tensor | None,
-    a: _Norm,
-    grads_a: _Gradients,
-    b: _Norm | None,
-    grads_b: _Gradients | None,
+    a: Norm,
+    grads_a: Gradients,
+    b: Norm | None,
+    grads_b: Gradients | None,
     relu: bool,
     counters: Tensor | None,
 ) -> None:
@@ -251,9 +305,7 @@ def _backward(
             block_partials=parts.block_partials,
             **tile,
         )
-        apply_gradients[(parts.num_row_programs, blocks)](
-            masked, mask_by, *pairs, *matrix, parts.rows_a_program, relu=mask, **tile
-        )
+        _apply_gradients(form, layout, masked, mask_by, a, grads_a, b, grads_b, mask)
 
     counters_of = _counters_for_trials(a.x, 1)
     key = f"batch_norm_backward {a.x.dtype} {layout} joined={b is not None}"

@@ -61,7 +61,7 @@ class Machine:
             return getattr(batch_norm, name)
 
         def interpreted(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-            outputs = getattr(batch_norm, f"_outputs_of_{name}")(*arguments, **options)
+            outputs = getattr(batch_norm, f"outputs_of_{name}")(*arguments, **options)
             getattr(self._launches, name)(outputs, *arguments, **options)
             return outputs
 

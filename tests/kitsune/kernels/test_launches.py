@@ -22,6 +22,7 @@ from tests.kitsune.kernels import (
     test_adam,
     test_batch_norm,
     test_casts,
+    test_conv,
     test_grouped_update,
     test_head,
     test_layer_norm,
@@ -46,6 +47,26 @@ def launch_adam() -> None:
         for options in ({}, {"amsgrad": True, "weight_decay": 0.1, "decoupled": True}):
             run = test_adam.Run(("cpu", adam_triton.launch), test_adam.SIZES, **options)
             run.step([param.to(dtype) for param in run.params], torch.zeros(()))
+
+
+def launch_conv() -> None:
+    from kitsune.kernels import conv_triton
+
+    machine = test_conv.Machine("cpu", conv_triton)
+    conv_triton._num_processors = lambda _: 132  # with few, the weight's gradient is not made of parts
+    for case in (test_conv.SQUARE, test_conv.POINTS):
+        data = test_conv.Data(case, torch.bfloat16, "cpu")
+        machine.conv(data.x, data.weight, data.bias, data.padding, relu=True)
+        machine.conv_input_grad(data.grad, data.weight, data.size, data.padding)
+        machine.conv_weight_grad(data.grad, data.x, data.kernel, data.padding)
+        mean, invstd, *_ = data.before
+        options = {"momentum": 0.1, "eps": 1e-5, "relu": True}
+        machine.conv_batch_norm(data.x, data.weight, data.padding, data.residual, *data.of_channels, **options)
+        for y, added in ((None, None), (data.x, data.added)):
+            of_norm = (data.x, y, *data.before[2:], mean, invstd)
+            machine.conv_input_grad_batch_norm_backward(
+                data.grad, data.weight, data.padding, *of_norm, relu=True, added_grad_y=added
+            )
 
 
 def launch_grouped_update() -> None:
@@ -173,6 +194,7 @@ LAUNCHES = [
     launch_scalars,
     launch_pool,
     launch_small_conv,
+    launch_conv,
     launch_vocabulary,
 ]
 
