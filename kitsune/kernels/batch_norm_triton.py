@@ -170,7 +170,7 @@ def normalize(y: Tensor, residual: Tensor | None, norm: Norm, relu: bool) -> Non
     def run(form: Form) -> None:
         _apply(form, layout, y, residual, norm, None, relu)
 
-    run(_choose_tile(f"batch_norm apply {residual is not None}", layout, run, norm.x))
+    run(_choose_tile("batch_norm apply", layout, run, norm.x))
 
 
 def normalize_gradient(grad: Tensor, norm: Norm, grads: Gradients) -> None:

@@ -17,11 +17,13 @@ multiples of 8. What belongs to channels of a batch norm is float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from kitsune.kernels import batch_norm as norms
 from kitsune.kernels import batch_norm_reference
@@ -426,3 +428,30 @@ for _name, _fake, _cpu, _cuda in (
     torch.library.register_fake(f"kitsune::{_name}", _fake)
     torch.library.impl(f"kitsune::{_name}", "CPU", _cpu)
     torch.library.impl(f"kitsune::{_name}", "CUDA", _cuda)
+
+
+# As PyTorch counts operations: of shapes, two for each product and its addition.
+
+_ops = torch.ops.kitsune
+
+
+@register_flop_formula(_ops.conv)
+def _conv_flops(x: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
+
+
+@register_flop_formula(_ops.conv_batch_norm)
+def _conv_batch_norm_flops(
+    x: Sequence[int], weight: Sequence[int], *_: Any, out_shape: Sequence[Sequence[int]], **__: Any
+) -> int:
+    return 2 * math.prod(out_shape[0]) * math.prod(weight[1:])
+
+
+@register_flop_formula([_ops.conv_input_grad, _ops.conv_input_grad_batch_norm_backward])
+def _conv_input_grad_flops(grad: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(grad) * math.prod(weight[1:])
+
+
+@register_flop_formula(_ops.conv_weight_grad)
+def _conv_weight_grad_flops(grad: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    return 2 * math.prod(grad) * math.prod(out_shape[1:])

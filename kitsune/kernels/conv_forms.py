@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
+_SMALLEST_TILE = 64  # pixels
 _SMALLEST_BLOCK = 64  # channels of a result that one program computes
 _BLOCK_IN = 64  # channels of an operand that are fetched at once: rows of 128 bytes, as wide as the engine swizzles
 
@@ -45,17 +46,14 @@ class GradForm(NamedTuple):
     parts: int
 
 
-# Measured on an H200 with convolutions of 64 to 512 channels: large tiles where there are many, more loads ahead of
-# smaller tiles where there are few.
-_FORMS = (
-    Form(128, 128, 4, 3),
-    Form(128, 64, 4, 3),
-    Form(128, 128, 4, 4),
-    Form(64, 128, 4, 6),
-    Form(128, 64, 4, 6),
-)
-_GRAD_TILES = ((128, 64, 64, 4, 3), (64, 64, 128, 4, 3), (64, 64, 64, 4, 4), (64, 128, 64, 8, 3))
-_MANY_PROGRAMS = 2  # for each processor
+# Measured on an H200 with convolutions of 64 to 512 channels: large tiles where there are many, so that processors have
+# several programs each, and with fewer programs more loads ahead or smaller tiles.
+_NARROW_MANY = (Form(128, 64, 4, 3),)
+_NARROW_FEW = (Form(128, 64, 4, 6), Form(_SMALLEST_TILE, 64, 4, 6))
+_MANY = (Form(128, 128, 4, 3), Form(128, 64, 4, 3))
+_ENOUGH = (Form(128, 128, 4, 4), Form(128, 64, 4, 6))
+_FEW = (Form(128, 64, 4, 6), Form(64, 128, 4, 6))
+_GRAD_TILES = ((128, 64, 64, 4, 3), (64, 64, 128, 4, 3), (64, 64, 64, 4, 4))
 
 
 class Images(NamedTuple):
@@ -67,24 +65,21 @@ class Images(NamedTuple):
 
 @cache
 def forms(images: Images, num_channels: int, num_processors: int, exact: bool) -> tuple[Form, ...]:
-    """Those for results of `num_channels`; the first is a fair choice for most.
+    """Those that are worth timing for results of `num_channels`; the first is a fair choice.
 
     Args:
         exact: only those whose tiles fill the images.
     """
-    found = []
-    for form in _FORMS:
-        if form.block_out > _SMALLEST_BLOCK and num_channels <= _SMALLEST_BLOCK:
-            continue
-        tile = tiling(images, form.pixels, exact)
-        if tile is None:
-            continue
-        programs = num_tiles(images, tile) * _cdiv(num_channels, form.block_out)
-        is_deep = form.loads_ahead > 4
-        if is_deep and programs > _MANY_PROGRAMS * num_processors:
-            continue
-        found.append(form)
-    return tuple(found)
+    pixels = images.num * images.size[0] * images.size[1]
+    programs = _cdiv(pixels, 128) * _cdiv(num_channels, 128) / num_processors  # for each processor, of large tiles
+    if num_channels <= _SMALLEST_BLOCK:
+        found = _NARROW_MANY if programs > 2 else _NARROW_FEW
+    elif programs > 1.5:
+        found = _MANY
+    else:
+        found = _ENOUGH if programs > 0.7 else _FEW
+    fitting = tuple(form for form in found if not exact or tiling(images, form.pixels, exact) is not None)
+    return fitting or _NARROW_FEW[-1:]
 
 
 @cache
@@ -137,7 +132,7 @@ def run_of_pixels(images: Images, pixels: int) -> Tile | None:
 
 def has_exact_tiles(images: Images) -> bool:
     """Whether some form has tiles that fill the images."""
-    return any(tiling(images, form.pixels, exact=True) is not None for form in _FORMS)
+    return tiling(images, _SMALLEST_TILE, exact=True) is not None  # halves of larger ones fill them, too
 
 
 def has_runs_of_pixels(images: Images) -> bool:

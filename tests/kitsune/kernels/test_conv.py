@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from kitsune.device import refuse_bulk_copies
 from kitsune.kernels import conv as operators
@@ -345,10 +346,42 @@ def test_runs_of_pixels_follow_one_another() -> None:
 
 
 def test_forms_fit_what_there_is() -> None:
-    assert all(form.block_out == 64 for form in forms(Images(128, (32, 32)), 64, 132, False))
-    assert {form.loads_ahead for form in forms(Images(128, (32, 32)), 64, 132, False)} <= {3, 4}
-    assert any(form.loads_ahead > 4 for form in forms(Images(128, (4, 4)), 512, 132, True))
-    for channels in ((64, 64), (512, 32)):
-        found = grad_forms(Images(128, (16, 16)), channels, 3, 132)
-        assert found
-        assert all(form.block_in - channels[1] < 64 for form in found)
+    sizes = {(32, 32): 64, (16, 16): 128, (8, 8): 256, (4, 4): 512, (56, 56): 64, (1, 1): 2048}
+    for size, channels in sizes.items():
+        for num_images in (1, 32, 128):
+            found = forms(Images(num_images, size), channels, 132, False)
+            assert found
+            assert all(form.block_out == 64 for form in found if channels <= 64)
+            if has_exact_tiles(Images(num_images, size)):
+                exact = forms(Images(num_images, size), channels, 132, True)
+                assert exact
+                assert all(tiling(Images(num_images, size), form.pixels, True) is not None for form in exact)
+    assert (
+        forms(Images(128, (32, 32)), 64, 132, False)[0].loads_ahead
+        < forms(Images(8, (4, 4)), 512, 132, True)[0].loads_ahead
+    )
+    for channels_of_both in ((64, 64), (512, 32)):
+        gradient_forms = grad_forms(Images(128, (16, 16)), channels_of_both, 3, 132)
+        assert gradient_forms
+        assert all(form.block_in - channels_of_both[1] < 64 for form in gradient_forms)
+
+
+def test_operations_are_counted_as_pytorch_counts_those_of_its_convolutions() -> None:
+    data = Data(SQUARE, torch.bfloat16, "cpu")
+    with FlopCounterMode(display=False) as wanted:
+        torch.nn.functional.conv2d(data.x, data.weight, padding=data.padding)
+    mean, invstd, *_ = data.before
+    for run in (
+        lambda: operators.conv(data.x, data.weight, None, data.padding, relu=True),
+        lambda: operators.conv_input_grad(data.grad, data.weight, data.size, data.padding),
+        lambda: operators.conv_weight_grad(data.grad, data.x, data.kernel, data.padding),
+        lambda: operators.conv_batch_norm(
+            data.x, data.weight, data.padding, None, None, None, None, None, momentum=0.1, eps=EPS, relu=True
+        ),
+        lambda: operators.conv_input_grad_batch_norm_backward(
+            data.grad, data.weight, data.padding, data.x, None, None, None, mean, invstd, relu=True
+        ),
+    ):
+        with FlopCounterMode(display=False) as found:
+            run()
+        assert found.get_total_flops() == wanted.get_total_flops() > 0
