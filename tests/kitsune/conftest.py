@@ -11,9 +11,9 @@ import torch
 import torch._dynamo.guards
 
 from kitsune.fallback import Chooser
-from kitsune.loop import contest
+from kitsune.loop import contest, fusing
 from kitsune.loop.whole_step import WholeStep
-from tests.kitsune import static_memory
+from tests.kitsune import plans, static_memory
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
 
@@ -72,6 +72,12 @@ def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 def _nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test asks for it: on a GPU it takes long, and would change what other tests count and compare."""
     monkeypatch.setenv("KITSUNE_ENABLE_FUSION", "0")
+
+
+@pytest.fixture(autouse=True)
+def _compilers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step that asks for kernels, so that tests know in which step what is fused."""
+    monkeypatch.setattr(fusing, "compile_ahead", plans.compile_at_once)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
