@@ -7,31 +7,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from kitsune import background
 from kitsune.background import Background, is_quiet, refuse_recording, wait_until_quiet
 from kitsune.timing import device_us, timer
-from tests.kitsune.training import Training, net_and_adam
+from tests.kitsune.training import Training, compare, net_and_adam
 
 SECONDS = 60.0
-
-
-@pytest.fixture
-def end() -> Iterator[threading.Event]:
-    """Set, it ends jobs that wait for it."""
-    end = threading.Event()
-    yield end
-    end.set()
-    wait_until_quiet()
-
-
-def start(end: threading.Event, num_jobs: int = 1) -> Background[bool]:
-    return Background([partial(end.wait, SECONDS)] * num_jobs, num_jobs, end.set)
 
 
 def test_what_is_done_is_counted_and_kept() -> None:
@@ -64,7 +53,7 @@ def test_no_more_at_a_time_than_allowed() -> None:
     assert is_quiet()
 
 
-def test_a_job_that_raises_is_over(end: threading.Event) -> None:
+def test_a_job_that_raises_is_over() -> None:
     def fail() -> bool:
         raise ValueError("no")
 
@@ -90,60 +79,99 @@ def test_where_it_cannot_begin_nothing_is_left(error: BaseException, monkeypatch
     assert is_quiet()
 
 
-def test_nothing_is_recorded_meanwhile(end: threading.Event) -> None:
+def test_nothing_is_recorded_meanwhile(noise: Callable[[bool], None]) -> None:
     """Steps run as plain PyTorch, and are captured afterwards; no time of theirs decides anything."""
     training = Training("train_step", *net_and_adam(), mode="auto")
-    start(end)
+    noise(True)
     training.run(30)
     status = training.status()
     assert (status.replays, status.setup_seconds, status.eager_seconds) == (0, 0.0, None)
     assert status.mode == "measuring"
-    end.set()
-    wait_until_quiet()
+    noise(False)
     training.run(30, start=30)
     assert training.status().replays > 0
 
 
 @pytest.mark.parametrize("form", ["train_step", "drop_in"])
-def test_with_replay_asked_for_the_reason_is_told(form: str, end: threading.Event) -> None:
+def test_with_replay_asked_for_the_reason_is_told(form: str, noise: Callable[[bool], None]) -> None:
     training = Training(form, *net_and_adam(), mode="replay")
-    start(end)
+    noise(True)
     training.run(5)
     status = training.status()
     assert (status.mode, status.replays) == ("eager", 0)
     assert "kernels are being compiled" in status.reason
-    end.set()
-    wait_until_quiet()
+    noise(False)
     training.run(5, start=5)
     assert (training.status().mode, training.status().replays) == ("replay", 5)
 
 
-def test_what_is_recorded_is_replayed_meanwhile(end: threading.Event) -> None:
+def test_what_is_recorded_is_replayed_meanwhile(noise: Callable[[bool], None]) -> None:
     training = Training("drop_in", *net_and_adam(), mode="replay")
     training.run(5)
     replays = training.status().replays
-    start(end)
+    noise(True)
     training.run(5, start=5)
     assert training.status().replays == replays + 5
 
 
-def test_the_timer_waits(end: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_bias(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    """From the tenth step on one parameter gets no gradient, for which an update of its own is captured."""
+    training.optimizer.zero_grad()
+    loss = functional.cross_entropy(training.model(x), y)
+    loss.backward()
+    if training.memo["step"] >= 10:
+        training.model.last.bias.grad = None
+    training.optimizer.step()
+    return loss.detach()
+
+
+def with_another_loss(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    """From the tenth step on the loss is another one, with which the backward pass is captured anew."""
+    training.optimizer.zero_grad()
+    loss = functional.cross_entropy(training.model(x), y)
+    if training.memo["step"] >= 10:
+        loss = loss * 2
+    loss.backward()
+    training.optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("loop", "part"), [(without_bias, "update"), (with_another_loss, "loss")])
+def test_what_else_a_loop_needs_is_recorded_afterwards(
+    loop: Callable[..., Tensor], part: str, noise: Callable[[bool], None]
+) -> None:
+    covered = list[bool]()
+
+    def edit(training: Training, index: int) -> None:
+        training.memo["step"] = index
+        if training.form == "eager":
+            return
+        if index in (10, 20):
+            noise(index == 10)
+        covered.append(part in training.status().covered)
+
+    training = compare("drop_in", loop=loop, steps=30, edit=edit, defer_loss=part == "loss")
+    assert covered[10]
+    assert not any(covered[11:21])
+    assert part in training.status().covered
+
+
+def test_the_timer_waits(noise: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[bool] = []
 
     def wait() -> None:
-        end.set()
-        wait_until_quiet()
+        noise(False)
         waited.append(True)
 
     monkeypatch.setattr(timer, "wait_until_quiet", wait)
-    start(end)
+    noise(True)
     assert device_us(lambda: is_quiet() or pytest.fail("it is not quiet"), torch.device("cpu")) >= 0
     assert waited == [True]
 
 
-def test_refusing_tells_why(end: threading.Event) -> None:
+def test_refusing_tells_why(noise: Callable[[bool], None]) -> None:
     assert refuse_recording() is None
-    start(end)
+    noise(True)
     refusal = refuse_recording()
     assert refusal is not None
     assert "kernels are being compiled" in refusal.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.loop import fusing
 from kitsune.loop.fusing import Fusing, Rewritten
+from tests.kitsune.compiling import Compiling
 from tests.kitsune.fusion.running import never
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.passes.test_channels_last import step
@@ -147,35 +147,13 @@ def test_layers_leave_time_for_what_is_about_the_whole_step(
     assert {"linear + relu", "region"} <= late
 
 
-class Compiling:
-    """Kernels whose compilation the test ends; `parts` of them at a time, once after the other."""
-
-    def __init__(self, *parts: int) -> None:
-        self.ends = [threading.Event() for _ in parts]
-        self.stopped = False
-        self._parts = parts
-
-    def __call__(self, *_: object, limit_s: float) -> Iterator[Background[bool]]:
-        for num_parts, end in zip(self._parts, self.ends, strict=True):
-            yield Background([lambda end=end: end.wait(60)] * num_parts, num_parts, self.stop)  # type: ignore[misc]
-
-    def stop(self) -> None:
-        self.stopped = True
-        for end in self.ends:
-            end.set()
-
-
 @pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
+def _nothing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-    compiling = Compiling(3, 2)
-    monkeypatch.setattr(fusing, "compile_ahead", compiling)
-    yield compiling
-    compiling.stop()
-    wait_until_quiet()
 
 
+@pytest.mark.usefixtures("_nothing_is_faster")
 def test_it_waits_for_nothing_and_tries_when_all_is_compiled(
     compiling: Compiling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +178,7 @@ def test_it_waits_for_nothing_and_tries_when_all_is_compiled(
     assert len(tried) == count
 
 
+@pytest.mark.usefixtures("_nothing_is_faster")
 def test_modes_of_the_user_are_left_alone(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, modes = Fusing(step("lenet", half=True).module, torch.device("cpu")), list[tuple[bool, bool]]()
 
@@ -235,6 +214,7 @@ def test_what_goes_wrong_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("fail" not in str(entry.name) for entry in raised.traceback), "its values are kept alive"
 
 
+@pytest.mark.usefixtures("_nothing_is_faster")
 def test_after_an_interrupt_it_begins_anew(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> Verdict:
         raise KeyboardInterrupt
@@ -253,30 +233,24 @@ def test_after_an_interrupt_it_begins_anew(compiling: Compiling, monkeypatch: py
     assert len(under_way.result()) == 1
 
 
+@pytest.mark.usefixtures("_nothing_is_faster")
 @pytest.mark.parametrize("way", ["close", "delete"])
-def test_without_its_owner_it_ends(way: str, compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_owner_it_ends(way: str, compiling: Compiling) -> None:
     before = set(threading.enumerate())
-    monkeypatch.setattr(fusing, "compile_ahead", partial(_stopping, compiling))
     under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
     assert not under_way.advance()
     assert not is_quiet()
     if way == "close":
         under_way.close()
     del under_way
-    assert compiling.stopped
+    assert compiling.ends[0].is_set()
     wait_until_quiet()
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=60)
         assert not thread.is_alive()
 
 
-def _stopping(compiling: Compiling, *args: object, limit_s: float) -> Iterator[Background[bool]]:
-    try:
-        yield from compiling(*args, limit_s=limit_s)
-    finally:
-        compiling.stop()
-
-
+@pytest.mark.usefixtures("_nothing_is_faster")
 def test_others_are_waited_for(compiling: Compiling) -> None:
     """Two at a time would take twice the memory, and each would disturb what the other times."""
     first, second = (Fusing(step("lenet", half=True).module, torch.device("cpu")) for _ in range(2))
@@ -286,6 +260,7 @@ def test_others_are_waited_for(compiling: Compiling) -> None:
     assert "about to be fused" in second.describe()
 
 
+@pytest.mark.usefixtures("_nothing_is_faster")
 def test_it_tells_the_user_while_it_compiles(
     compiling: Compiling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
