@@ -71,7 +71,7 @@ def expect(device: torch.device) -> None:
 
 def compile_ahead(
     parts: Sequence[Alone], device: torch.device, *, limit_s: float
-) -> Generator[Background[bool], None, None]:
+) -> Generator[Background[bool | None], None, None]:
     """Runs what would replace `parts` on random values, so that its kernels are compiled, in all forms worth timing.
 
     Threads do that. It yields what they do; to be resumed when the device is quiet, on the thread of the training,
@@ -85,12 +85,11 @@ def compile_ahead(
     Args:
         limit_s: threads begin no kernel after so many seconds; nor are forms timed for longer.
     """
-    parts = [part for part in parts if _has_kernels(part)]
-    waiting = yield from _compile_all(parts, device, limit_s)
+    begun, waiting = yield from _compile_all([part for part in parts if _has_kernels(part)], device, limit_s)
     if not waiting:
         return
     deadline = time.monotonic() + limit_s
-    for part in [part for part in parts if part not in waiting]:
+    for part in begun:
         if time.monotonic() < deadline:
             _run(part, device)
     yield from _compile_all(waiting, device, limit_s)
@@ -98,12 +97,12 @@ def compile_ahead(
 
 def _compile_all(
     parts: Sequence[Alone], device: torch.device, limit_s: float
-) -> Generator[Background[bool], None, list[Alone]]:
-    """Returns those that wait for a choice between the forms that were compiled for others."""
+) -> Generator[Background[bool | None], None, tuple[list[Alone], list[Alone]]]:
+    """Returns those that ran, and those that wait for a choice between the forms that were compiled for these."""
     most_bytes = _most_bytes(device)
     parts = [part for part in parts if _num_bytes(part) <= most_bytes]
     if not parts:
-        return []
+        return [], []
     at_a_time = min(_MOST_PARTS, most_bytes / max(1, *map(_num_bytes, parts)))
     compilers = Compilers(limit_s)
     jobs = [partial(_compile, part, device, compilers) for part in parts]
@@ -113,9 +112,9 @@ def _compile_all(
     finally:  # it may be closed, and not be resumed
         compilers.stop()
     with compilers:
-        waits = background.results()
+        outcomes = list(zip(parts, background.results(), strict=True))
     synchronize(device)
-    return [part for part, one in zip(parts, waits, strict=True) if one]
+    return [part for part, waits in outcomes if waits is False], [part for part, waits in outcomes if waits]
 
 
 def _most_bytes(device: torch.device) -> float:
@@ -132,10 +131,13 @@ def _num_bytes(part: Alone) -> int:
     return sum(tensor.nbytes for graph in graphs for node in graph.nodes for tensor in dataflow.tensors(node))
 
 
-def _compile(part: Alone, device: torch.device, compilers: Compilers) -> bool:
-    """On a thread of its own: what `choose` does meanwhile on others is as ever. True if it is to wait for a choice."""
+def _compile(part: Alone, device: torch.device, compilers: Compilers) -> bool | None:
+    """On a thread of its own: what `choose` does meanwhile on others is as ever.
+
+    True if the part is to wait for a choice; None if it was too late for it.
+    """
     if compilers.have_stopped:
-        return False
+        return None
     leave_recordings_alone(device)
     with compilers.ahead():
         return _run(part, device)

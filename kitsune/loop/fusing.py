@@ -64,7 +64,7 @@ class Fusing:
         self.module, self._device = module, device
         self._telling = _Telling()
         self._course: _Course | None = None
-        self._background: Background[bool] | None = None  # the latest
+        self._background: Background[bool | None] | None = None  # the latest
         self._result: Future[tuple[Rewritten, ...]] = Future()
 
     def may_go_on(self) -> bool:
@@ -118,7 +118,7 @@ class Fusing:
             self._course.close()
 
 
-_Course = Generator[Background[bool], None, tuple[Rewritten, ...]]
+_Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
 """Yields what is done in the background; to be resumed when that is over."""
 
 
@@ -236,7 +236,7 @@ class _Telling:
                 "the training goes on while kernels are compiled, and waits while operators are timed"
             )
 
-    def tell_progress(self, background: Background[bool]) -> None:
+    def tell_progress(self, background: Background[bool | None]) -> None:
         """To be called now and then while kernels are compiled."""
         self.tell()
         if time.monotonic() - self._latest > _SILENT_SECONDS:

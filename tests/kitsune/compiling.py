@@ -23,7 +23,7 @@ class Compiling:
         self.ends = [threading.Event() for _ in num_parts]
         self._num_parts = num_parts
 
-    def __call__(self, *_: object, limit_s: float) -> Iterator[Background[bool]]:
+    def __call__(self, *_: object, limit_s: float) -> Iterator[Background[bool | None]]:
         for num_parts, end in zip(self._num_parts, self.ends, strict=True):
             try:
                 yield Background([partial(end.wait, 60.0)] * num_parts, num_parts, end.set)

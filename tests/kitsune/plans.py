@@ -36,7 +36,9 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
         monkeypatch.setattr(contest, name, value)
 
 
-def compile_at_once(parts: Sequence[Alone], device: torch.device, *, limit_s: float) -> Iterator[Background[bool]]:
+def compile_at_once(
+    parts: Sequence[Alone], device: torch.device, *, limit_s: float
+) -> Iterator[Background[bool | None]]:
     """As `compile_ahead`, but that nothing is left to the background."""
     for background in compile_ahead(parts, device, limit_s=limit_s):
         assert background.num_jobs
@@ -46,9 +48,10 @@ def compile_at_once(parts: Sequence[Alone], device: torch.device, *, limit_s: fl
 
 def fused_at_once(module: fx.GraphModule, device: torch.device) -> Fusing:
     """One that has its result."""
-    fusing = Fusing(module, device)
-    assert fusing.advance()
-    return fusing
+    under_way = Fusing(module, device)
+    while not under_way.advance():
+        wait_until_quiet()
+    return under_way
 
 
 def fuse_all_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:

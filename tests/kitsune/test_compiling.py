@@ -53,6 +53,7 @@ def under_way(form: str, steps: int = 20) -> Training:
     return training
 
 
+@pytest.mark.support("Speed", "the training goes on while kernels for it are compiled", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_the_training_goes_on_and_is_fused_then(form: str, compiling: Compiling) -> None:
     """With the same results, step by step."""

@@ -166,6 +166,17 @@ def test_when_the_time_is_up_nothing_more_begins(monkeypatch: pytest.MonkeyPatch
     assert 1 <= len(ran) < 200
 
 
+def test_only_what_ran_is_timed_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there was no time for would be compiled then, while the training waits."""
+    ran, late, waiting = (part(lambda x: x) for _ in range(3))
+    outcomes, timed = {id(ran): [False], id(late): [None], id(waiting): [True, False]}, list[Alone]()
+    monkeypatch.setattr(ahead, "_compile", lambda one, *_: outcomes[id(one)].pop(0))
+    monkeypatch.setattr(ahead, "_run", lambda one, _: timed.append(one))
+    prepare(ran, late, waiting)
+    assert list(map(id, timed)) == [id(ran)]
+    assert not any(outcomes.values())
+
+
 class Kernel:
     """Of two forms, the later of which takes less time; counts what is compiled."""
 

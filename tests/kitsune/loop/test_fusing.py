@@ -73,7 +73,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Alone]:
     """The parts that are compiled ahead."""
     some: list[Alone] = []
 
-    def record(parts: list[Alone], device: torch.device, *, limit_s: float) -> Iterator[Background[bool]]:
+    def record(parts: list[Alone], device: torch.device, *, limit_s: float) -> Iterator[Background[bool | None]]:
         some.extend(parts)
         return compile_at_once(parts, device, limit_s=limit_s)
 
