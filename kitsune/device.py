@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -13,6 +14,8 @@ from pathlib import Path
 import torch
 
 from kitsune.errors import Refusal
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def refuse_bfloat16(device: torch.device) -> Refusal | None:
@@ -96,6 +99,21 @@ def on_stream(stream: int, device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(earlier):
         yield
     torch.cuda.current_stream(device).wait_stream(earlier)
+
+
+def leave_recordings_alone(device: torch.device) -> None:
+    """From now on no CUDA call of this thread breaks what another one records, in whichever error mode.
+
+    By default CUDA forbids calls that may allocate while any thread records in the mode `"global"`, which is torch's
+    default; they fail, and the recording too (`cuThreadExchangeStreamCaptureMode` in "CUDA Driver API").
+    """
+    if device.type != "cuda":
+        return
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no Linux, or no CUDA but ROCm
+        return
+    driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+from kitsune.background import is_quiet
 from kitsune.config import Mode
 from kitsune.errors import Refusal, RefusedError
 
@@ -39,7 +40,8 @@ class Chooser:
 
     In `"auto"` mode some steps run eagerly and are timed, the next are replayed and timed, and what
     was faster stays; where that is not clear, it is repeated for a while. All of them are the user's
-    own steps, so measuring changes no result. Where eager steps that were faster become slower later, both are
+    own steps, so measuring changes no result. What runs while kernels are compiled in the background is
+    not timed, and counts for nothing. Where eager steps that were faster become slower later, both are
     timed again. In `"replay"` mode the first step is eager (it
     initialises the optimizer's state) and nothing is timed.
 
@@ -57,6 +59,7 @@ class Chooser:
         self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
         self._best: dict[Choice, float] = {}
         self._started = self._spent = 0.0
+        self._was_quiet = True  # at the start of the step
         self._misses = 0
         self._lost_to: float | None = None  # seconds of an eager step, where replays were measured no faster
         self._probe_every = _PROBE_EVERY
@@ -74,12 +77,15 @@ class Chooser:
 
     def start(self) -> None:
         """Marks the start of a step."""
-        if self._timing() or self._is_probing():
+        self._was_quiet = is_quiet()
+        if self._was_quiet and (self._timing() or self._is_probing()):
             self._synchronize()
             self._started = time.perf_counter()
 
     def finish(self, choice: Choice, steps: int = 1) -> None:
         """Marks the end of a step (or of several) that ran as `choice`."""
+        if self._auto and not (self._was_quiet and is_quiet()):
+            return
         if self.settled:
             if self._is_probing():
                 self._probe(steps)

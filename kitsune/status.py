@@ -54,7 +54,8 @@ class Status:
         executor: what runs the captured graph: `"cuda graph"`, `"in order"` or `"inductor"`; None
             where nothing is captured.
         fused: whether operators of the captured graph have been fused.
-        setup_seconds: wall time spent on tracing, compiling, warming up and capturing so far.
+        setup_seconds: wall time for which the training has waited for tracing, compiling, warming up, capturing and
+            trials so far; what goes on beside it takes none.
         eager_seconds: the best measured time of an eager step; None where it was not measured.
         replay_seconds: the same of a replayed step.
         gain: `eager_seconds / replay_seconds`.

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_EVERYWHERE = ("errors", "config", "collection")
+_EVERYWHERE = ("errors", "config", "collection", "background")
 _FACES = ("step", "optimizer")
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
     "collection": (),
+    "background": ("errors",),  # what whoever times or records must know of
     "bucketing": (),
     "status": ("plan", "memory"),  # values: the loop makes them, the faces hand them out
     "verification": (),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kitsune.background import wait_until_quiet
 from kitsune.collection import no_garbage_collection, spare_garbage_in_forks
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import Handout
@@ -36,7 +37,8 @@ class CudaGraph:
         pool: the memory pool that it records into.
 
     Recording disturbs nothing of the user's: it runs on a side stream, on copies of whatever is
-    written, restores the random state, and does not react to other threads' CUDA calls.
+    written, restores the random state, and does not react to other threads' CUDA calls. It waits
+    for what is done in the background.
     """
 
     name = "cuda graph"
@@ -53,6 +55,7 @@ class CudaGraph:
         warm_up: Sequence[torch.Tensor] | None = None,
         handout: Handout | None = None,
     ) -> None:
+        wait_until_quiet()
         self._copied = sorted(copied)
         self._inputs = list(inputs)
         for position in self._copied:
@@ -178,6 +181,10 @@ def _own_workspaces() -> Iterator[None]:
 
 
 def free_caches() -> None:
-    """Gives back the memory that torch's allocator and cuBLAS keep for later use by eager operators."""
+    """Gives back the memory that torch's allocator and cuBLAS keep for later use by eager operators.
+
+    It waits for what is done in the background, which may be about to use it.
+    """
+    wait_until_quiet()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

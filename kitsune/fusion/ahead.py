@@ -1,18 +1,20 @@
-"""Compiles kernels of many parts at the same time, before the parts are tried one by one."""
+"""Compiles kernels of many parts beside the training, before the parts are tried one by one."""
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import fx
 
-from kitsune.device import synchronize
+from kitsune.background import Background
+from kitsune.device import leave_recordings_alone, synchronize
 from kitsune.errors import first_line
 from kitsune.fusion.examples import examples
 from kitsune.fusion.judge import Verdict, key_of
@@ -25,11 +27,11 @@ from kitsune.timing import CostCache
 
 _log = logging.getLogger("kitsune")
 
-# So many parts run at a time, and fewer where their values would take more than that of the memory that is free.
+# So many parts run at a time, and fewer where their values would take more than that of the memory that is free; what
+# takes more alone is compiled when it is tried. The training, which goes on beside them, has run the step before: for
+# whatever else it does meanwhile, three quarters of what it has never needed are left.
 _MOST_PARTS = 16
 _MOST_MEMORY = 0.25
-
-_GLANCE_SECONDS = 0.25
 
 _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
 
@@ -68,58 +70,59 @@ def expect(device: torch.device) -> None:
 
 
 def compile_ahead(
-    parts: Sequence[Alone], device: torch.device, *, limit_s: float, meanwhile: Callable[[], None]
-) -> None:
+    parts: Sequence[Alone], device: torch.device, *, limit_s: float
+) -> Generator[Background[bool | None], None, None]:
     """Runs what would replace `parts` on random values, so that its kernels are compiled, in all forms worth timing.
 
+    Threads do that. It yields what they do; to be resumed when the device is quiet, on the thread of the training,
+    which may go on until then. When it has ended, its threads have, too. If it is closed before, they end soon: kernels
+    that are being compiled are finished, no other is begun.
+
     Variants of a kernel for which one form is chosen are compiled in that form: where there are several, the forms of
-    the first are timed, as its trial would do. What fails here, for want of memory perhaps, is compiled when it is
-    tried, and fails there. When this returns or raises, its threads have ended. It must not be called while a CUDA
-    graph is being recorded.
+    the first are timed when it is resumed, as its trial would do. What fails here, for want of memory perhaps, is
+    compiled when it is tried, and fails there.
 
     Args:
-        limit_s: no kernel is begun after so many seconds.
-        meanwhile: called several times a second, and after each part that is timed.
+        limit_s: threads begin no kernel after so many seconds; nor are forms timed for longer.
     """
-    deadline = time.monotonic() + limit_s
-    parts = [part for part in parts if _has_kernels(part)]
-    waiting = _compile_all(parts, device, deadline, meanwhile)
+    begun, waiting = yield from _compile_all([part for part in parts if _has_kernels(part)], device, limit_s)
     if not waiting:
         return
-    for part in [part for part in parts if part not in waiting]:
+    deadline = time.monotonic() + limit_s
+    for part in begun:
         if time.monotonic() < deadline:
             _run(part, device)
-            meanwhile()
-    _compile_all(waiting, device, deadline, meanwhile)
+    yield from _compile_all(waiting, device, limit_s)
 
 
 def _compile_all(
-    parts: Sequence[Alone], device: torch.device, deadline: float, meanwhile: Callable[[], None]
-) -> list[Alone]:
-    """Those that wait for a choice between the forms that were compiled for others."""
+    parts: Sequence[Alone], device: torch.device, limit_s: float
+) -> Generator[Background[bool | None], None, tuple[list[Alone], list[Alone]]]:
+    """Returns those that ran, and those that wait for a choice between the forms that were compiled for these."""
+    most_bytes = _most_bytes(device)
+    parts = [part for part in parts if _num_bytes(part) <= most_bytes]
     if not parts:
-        return []
-    with Compilers() as compilers:
-        pool = ThreadPoolExecutor(_most_at_a_time(parts, device), "kitsune-part")
-        begun = [pool.submit(_compile, part, device, compilers) for part in parts]
-        pending = set(begun)
-        try:
-            while pending and time.monotonic() < deadline:
-                _, pending = wait(pending, timeout=_GLANCE_SECONDS)
-                meanwhile()
-        finally:  # an interrupt, perhaps
-            compilers.stop()
-            pool.shutdown(cancel_futures=True)
+        return [], []
+    at_a_time = min(_MOST_PARTS, most_bytes / max(1, *map(_num_bytes, parts)))
+    compilers = Compilers(limit_s)
+    jobs = [partial(_compile, part, device, compilers) for part in parts]
+    background = Background(jobs, int(at_a_time), compilers.stop)
+    try:
+        yield background
+    finally:  # it may be closed, and not be resumed
+        compilers.stop()
+    with compilers:
+        outcomes = list(zip(parts, background.results(), strict=True))
     synchronize(device)
-    return [part for part, one in zip(parts, begun, strict=True) if not one.cancelled() and one.result()]
+    return [part for part, waits in outcomes if waits is False], [part for part, waits in outcomes if waits]
 
 
-def _most_at_a_time(parts: Sequence[Alone], device: torch.device) -> int:
+def _most_bytes(device: torch.device) -> float:
+    """How many all parts that run at a time may take beside the training."""
     if device.type != "cuda":
-        return _MOST_PARTS
+        return math.inf
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    largest = max(_num_bytes(part) for part in parts)
-    return max(1, min(_MOST_PARTS, int(_MOST_MEMORY * free_bytes / max(largest, 1))))
+    return _MOST_MEMORY * free_bytes
 
 
 def _num_bytes(part: Alone) -> int:
@@ -128,8 +131,14 @@ def _num_bytes(part: Alone) -> int:
     return sum(tensor.nbytes for graph in graphs for node in graph.nodes for tensor in dataflow.tensors(node))
 
 
-def _compile(part: Alone, device: torch.device, compilers: Compilers) -> bool:
-    """On a thread of its own: what `choose` does meanwhile on others is as ever. True if it is to wait for a choice."""
+def _compile(part: Alone, device: torch.device, compilers: Compilers) -> bool | None:
+    """On a thread of its own: what `choose` does meanwhile on others is as ever.
+
+    True if the part is to wait for a choice; None if it was too late for it.
+    """
+    if compilers.have_stopped:
+        return None
+    leave_recordings_alone(device)
     with compilers.ahead():
         return _run(part, device)
 

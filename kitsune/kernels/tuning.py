@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from kitsune.device import synchronize
+from kitsune.device import leave_recordings_alone, synchronize
 from kitsune.kernels import compile_client
 from kitsune.timing import CostCache, device_us
 
@@ -36,11 +38,14 @@ class Compilers:
     They let the compile server do it, once it is ready (see `compile_client`).
 
     A context: when it is left, the forms that are being compiled are finished, and no others are.
+
+    Args:
+        limit_s: after so many seconds they stop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = math.inf) -> None:
         self._pool = ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1), "kitsune-compiler")
-        self._stopped = threading.Event()
+        self._deadline = time.monotonic() + limit_s
         self._claimed: set[tuple[str, torch.device]] = set()
         self._claiming = threading.Lock()
 
@@ -52,8 +57,12 @@ class Compilers:
         self._pool.shutdown()
 
     def stop(self) -> None:
-        """Lets no other form begin: who waits for one gets a `CancelledError`."""
-        self._stopped.set()
+        """Lets no other form begin: who waits for one gets a `CancelledError`. It takes no lock."""
+        self._deadline = -math.inf
+
+    @property
+    def have_stopped(self) -> bool:
+        return time.monotonic() > self._deadline
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
@@ -88,9 +97,10 @@ class Compilers:
         """
 
         def prepare(form: C) -> Exception | None:
-            if self._stopped.is_set():
+            if self.have_stopped:
                 raise CancelledError
             with torch.cuda.device(device), torch.no_grad(), compile_client.elsewhere():
+                leave_recordings_alone(device)
                 try:
                     run(form)
                 except (TypeError, torch.OutOfMemoryError):

@@ -12,6 +12,7 @@ from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.graph.values import mode_of, value
 from kitsune.loop import planning
+from kitsune.loop.fusing import Fusing
 
 torch.library.define("kitsune::after", "(Tensor self, Tensor[] others) -> Tensor")
 
@@ -26,25 +27,31 @@ torch.library.impl("kitsune::after", "CompositeExplicitAutograd", _copied)
 torch.library.register_fake("kitsune::after", _copied)
 
 
-def fused_call(
-    program: SplitProgram, flat: Sequence[Tensor], refused: Callable[[Refusal], None]
-) -> SplitProgram | None:
-    """`program` with operators fused; None where that is not predicted to be faster, or cannot be.
+def call_fusing(program: SplitProgram, device: torch.device) -> Fusing | None:
+    """Fuses the operators of `program`, which runs on `device`; None where that cannot be.
 
-    Both passes are rewritten as one graph, so that what the forward pass saves suits the backward pass, and split anew.
+    Both passes are rewritten as one graph, so that what the forward pass saves suits the backward pass.
+    """
+    joint = _ordered(program)
+    return None if joint is None else Fusing(joint, device)
+
+
+def fused_call(
+    program: SplitProgram, fusing: Fusing, flat: Sequence[Tensor], refused: Callable[[Refusal], None]
+) -> SplitProgram | None:
+    """`program` with operators fused, split anew; None where that is not predicted to be faster, or cannot be.
 
     Args:
+        fusing: its `call_fusing`, which has a result.
         flat: the tensors of the present call. They are left as they are.
         refused: told what could not be done.
     """
-    joint = _ordered(program)
-    if joint is None:
-        return None
+    joint = fusing.module
     device = flat[0].device
     generator = torch.Generator(device).manual_seed(0)
     tangents = [layout.empty().normal_(generator=generator) for layout in program.tangents]
     inputs = [*(tensor.detach() for tensor in flat), *tangents]
-    found = planning.others(joint, inputs, num_streams=1, fuse=True, max_bytes=None, refused=refused)
+    found = planning.others(joint, inputs, num_streams=1, fusing=fusing, max_bytes=None, refused=refused)
     if not found:
         return None
     with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""Rewrites a captured step: layouts, then templates, then regions of what they have left."""
+"""Rewrites a captured step while it trains: layouts, then templates, then regions of what they have left."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from kitsune.background import Background, is_quiet
 from kitsune.errors import Refusal
 from kitsune.fusion.ahead import Foresight, compile_ahead
 from kitsune.fusion.engine import FusionEngine
@@ -31,7 +33,7 @@ _log = logging.getLogger("kitsune")
 
 _SILENT_SECONDS = 3.0
 
-# For all layouts; what is not compiled then is compiled when it is tried.
+# For all layouts, and as long again for variants; what is not compiled then is compiled when it is tried.
 _COMPILING_SECONDS = 30.0
 
 # For each layout. Large models have more layers than are tried in that time; what is left then is tried in a process
@@ -47,11 +49,89 @@ Rewritten = tuple[fx.GraphModule, tuple[Fusion, ...]]
 """A graph, and what was tried to make it."""
 
 
-def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, ...]:
-    """What computes the same as `module` and may be faster on `device`: its operators fused, and with other layouts.
+class Fusing:
+    """Makes what computes the same as a captured step and may be faster: its operators fused, and with other layouts.
 
-    Nothing where there is nothing to fuse and only one layout.
+    It is under way while the step goes on training: kernels are compiled in the background. What needs a quiet device
+    is done by `advance`, inside one of the user's steps; trials take most of that.
+
+    Args:
+        module: the step.
+        device: where it runs.
     """
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        self.module, self._device = module, device
+        self._telling = _Telling()
+        self._course: _Course | None = None
+        self._background: Background[bool | None] | None = None  # the latest
+        self._result: Future[tuple[Rewritten, ...]] = Future()
+
+    def may_go_on(self) -> bool:
+        """Whether `advance` would do something. To be asked at each step, so that the user is told meanwhile."""
+        if is_quiet():
+            return True
+        if self._background is not None:
+            self._telling.tell_progress(self._background)
+        return False
+
+    def advance(self) -> bool:
+        """Goes on, as far as nothing has to be compiled before. Whether there is a `result`.
+
+        After an interrupt, which it passes on, it begins anew: what was compiled and timed is known.
+        """
+        if self._result.done():
+            return True
+        if not self.may_go_on():
+            return False
+        self._course = self._course or _rewriting(self.module, self._device, self._telling)
+        try:
+            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+                self._background = next(self._course)
+        except StopIteration as end:
+            self._result.set_result(end.value)
+        except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
+            self._result.set_exception(error.with_traceback(None))  # which would keep alive all that was allocated
+        except BaseException:
+            self._course = None
+            raise
+        return self._result.done()
+
+    def result(self) -> tuple[Rewritten, ...]:
+        """The graphs; none where there is nothing to fuse and only one layout.
+
+        Raises:
+            Exception: what went wrong.
+        """
+        return self._result.result(timeout=0)
+
+    def describe(self) -> str:
+        """What is being done, as a `Status` says it."""
+        if self._background is None:
+            return "operators of the captured step are about to be fused"
+        compiled = f"{self._background.num_done} of {self._background.num_jobs} parts"
+        return f"kernels of fused operators are being compiled ({compiled}); steps are replayed as captured meanwhile"
+
+    def close(self) -> None:
+        """Ends it. Kernels that are being compiled are finished in the background, as when it is deleted."""
+        if self._course is not None:
+            self._course.close()
+
+
+_Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
+"""Yields what is done in the background; to be resumed when that is over."""
+
+
+def _rewriting(module: fx.GraphModule, device: torch.device, telling: _Telling) -> _Course:
+    layouts, cache = _layouts(module), CostCache.of(device)
+    guesses = [_guessed(layout.module, device, cache) for layout in layouts]
+    parts = {key: part for guess in guesses for key, part in guess.parts.items()}
+    yield from compile_ahead(list(parts.values()), device, limit_s=_COMPILING_SECONDS)
+    found = _fused(layouts, guesses, device, cache, telling)
+    return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
+
+
+def _layouts(module: fx.GraphModule) -> list[_Layout]:
     cleared = pipeline.run(module, pipeline.CLEARING)
     other = cleared if _rounds_by_layout(cleared) else channels_last(cleared)
     layouts = [_Layout(cleared, ())]
@@ -61,8 +141,7 @@ def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, 
     spared = spare_copies(cleared)
     if spared is not cleared:
         layouts.append(_Layout(spared, _of_layout("spared copies", sorted(_copies(cleared) - _copies(spared)))))
-    found = _fused(layouts, device)
-    return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
+    return layouts
 
 
 class _Layout(NamedTuple):
@@ -87,14 +166,12 @@ def _rounds_by_layout(module: fx.GraphModule) -> bool:
     return convolutions_allow_tf32() and any(node.args[0].meta["val"].dtype == torch.float32 for node in convolutions)
 
 
-def _fused(layouts: Sequence[_Layout], device: torch.device) -> list[Rewritten]:
+def _fused(
+    layouts: Sequence[_Layout], guesses: Sequence[_Guess], device: torch.device, cache: CostCache, telling: _Telling
+) -> list[Rewritten]:
     """With operators fused where that is measured to be faster."""
-    cache, telling = CostCache.of(device), _Telling()
     found: list[Rewritten] = []
     try:
-        guesses = [_guessed(layout.module, device, cache) for layout in layouts]
-        parts = {key: part for guess in guesses for key, part in guess.parts.items()}
-        compile_ahead(list(parts.values()), device, limit_s=_COMPILING_SECONDS, meanwhile=telling.tell)
         for layout, guess in zip(layouts, guesses, strict=True):
             tried = guess.fused
             if tried is None:
@@ -143,10 +220,10 @@ def _with_regions(fused: Rewritten, judge: Judge, is_late: Callable[[], bool]) -
 
 
 class _Telling:
-    """Tells the user why a step takes so long."""
+    """Tells the user what goes on, and why a step takes so long."""
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._begun = self._latest = time.monotonic()
         self._has_told = False
         self._count = 0
 
@@ -154,7 +231,17 @@ class _Telling:
         """To be called now and then."""
         if not self._has_told and time.monotonic() - self._begun > _SILENT_SECONDS:
             self._has_told = True
-            _log.warning("operators of the training step are being fused: that takes up to three minutes, once")
+            _log.warning(
+                "operators of the training step are being fused: that takes up to three minutes, once; "
+                "the training goes on while kernels are compiled, and waits while operators are timed"
+            )
+
+    def tell_progress(self, background: Background[bool | None]) -> None:
+        """To be called now and then while kernels are compiled."""
+        self.tell()
+        if time.monotonic() - self._latest > _SILENT_SECONDS:
+            self._latest = time.monotonic()
+            _log.info("fusion: kernels of %d of %d parts are compiled", background.num_done, background.num_jobs)
 
     def judge(self, judge: Judge) -> Judge:
         """The same, but that it tells."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kitsune.background import refuse_recording
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, settle_global_hooks
 from kitsune.config import Config
@@ -88,7 +89,7 @@ class GuardedStep(ABC):
 
     def _refuse_capture(self) -> Refusal | None:
         """None if nothing stands in the way of capturing at the present call."""
-        return refuse_backward_hooks(self.module)
+        return refuse_backward_hooks(self.module) or refuse_recording()
 
     def _replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         refusal = self._refuse_call()

@@ -12,7 +12,7 @@ from torch import fx
 from kitsune.errors import Refusal, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
-from kitsune.loop.fusing import rewritten
+from kitsune.loop.fusing import Fusing
 from kitsune.loop.rehearsal import difference
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
@@ -73,22 +73,22 @@ def others(
     inputs: Sequence[torch.Tensor],
     *,
     num_streams: int,
-    fuse: bool,
+    fusing: Fusing | None,
     max_bytes: int | None,
     refused: Callable[[Refusal], None],
 ) -> tuple[Planned, ...]:
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
-    With `fuse` there are those of `module` rewritten, in order; the `challengers` are of the most promising one then.
-    The values of the challengers may need `max_bytes` at once, if that is not None.
-    Where rewriting fails, `refused` is told why, and the others are of `module`.
+    With `fusing`, which has a result, there are those of `module` rewritten, in order; the `challengers` are of the
+    most promising one then. The values of the challengers may need `max_bytes` at once, if that is not None.
+    Where rewriting has failed, `refused` is told why, and the others are of `module`.
     """
     device = inputs[0].device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         found: list[Planned] = []
-        if fuse:
+        if fusing is not None:
             try:
-                found = _fused(module, inputs, refused)
+                found = _fused(fusing, inputs, refused)
             except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
                 refused(Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})"))
         found.sort(key=lambda planned: planned.plan.predicted_us)
@@ -99,10 +99,10 @@ def others(
         return tuple(found)
 
 
-def _fused(module: fx.GraphModule, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None]) -> list[Planned]:
+def _fused(fusing: Fusing, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None]) -> list[Planned]:
     device, found = inputs[0].device, list[Planned]()
-    for graph, fusions in rewritten(module, device):
-        other = difference(module, graph, inputs)
+    for graph, fusions in fusing.result():
+        other = difference(fusing.module, graph, inputs)
         if other is None:
             found.append(_with_fusions(in_order(graph, device, inputs), fusions))
         else:

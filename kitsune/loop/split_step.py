@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
@@ -23,8 +24,9 @@ from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.backward_recorder import BackwardRecorder
-from kitsune.loop.call_fusing import fused_call
+from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
+from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import Call, GuardedStep
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
@@ -66,6 +68,7 @@ class SplitStep(GuardedStep):
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
         self._may_improve = False  # the present graphs, once replay has proved faster than eager
+        self._fusing: Fusing | None = None  # of the present graphs, under way
         self._captured_at = 0  # replays
         self._unfused: SplitProgram | None = None  # until the fused one has proved faster
         self._flat: Sequence[torch.Tensor] = ()  # of the call that is being answered in the long way
@@ -148,7 +151,9 @@ class SplitStep(GuardedStep):
 
     def describe(self) -> tuple[str, str]:
         mode, reason = super().describe()
-        if mode == "replay" and (self._improves_next() or self._takes_back()):
+        if mode == "replay" and self._fusing is not None:
+            return "measuring", self._fusing.describe()
+        if mode == "replay" and (self._is_to_improve() or self._takes_back()):
             return (
                 "measuring",
                 "with the next call its graphs are recorded anew: fused, planned on several streams, or as before",
@@ -174,7 +179,8 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        if self._graphs.has_new_cases and self.chooser.refusal is None and refuse_surroundings() is None:
+        may_record = is_quiet() and refuse_surroundings() is None
+        if self._graphs.has_new_cases and self.chooser.refusal is None and may_record:
             self._graphs.record_cases(self._record_case)
         copied, partial = self._graphs.take_counts()
         if copied:
@@ -240,6 +246,9 @@ class SplitStep(GuardedStep):
         if self._graphs is not None:
             self._graphs.release()
         self._graphs = self._shortcut = None
+        if self._fusing is not None:
+            self._fusing.close()
+            self._fusing = None
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._graphs is None:
@@ -296,18 +305,20 @@ class SplitStep(GuardedStep):
         if not self._improves_next():
             return
         assert self._graphs is not None
-        self._may_improve = False
         program = self._graphs.program
         fused = None
         try:
             if self._fuses(flat):
-                fused = fused_call(program, flat, self._log.do_without)
+                self._fusing = self._fusing or call_fusing(program, flat[0].device)
+            if self._fusing is not None:
+                if not self._fusing.advance():
+                    self.setup_seconds += time.perf_counter() - started
+                    return
+                fused = fused_call(program, self._fusing, flat, self._log.do_without)
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             kind = type(error).__name__
             self._log.do_without(Refusal(f"the call is not fused ({kind}: {first_line(error)})"))
-        except BaseException:  # an interrupt: it may be tried again
-            self._may_improve = True
-            raise
+        self._may_improve, self._fusing = False, None
         if fused is None:
             if self._num_streams(flat) > 1:
                 self._exchange(program, program, graph, flat)
@@ -320,11 +331,17 @@ class SplitStep(GuardedStep):
         """Whether the next call that goes the long way has the graphs recorded anew, as they were before fusing."""
         return self._unfused is not None and self.chooser.settled and self.chooser.has_lost
 
-    def _improves_next(self) -> bool:
-        """Whether the next call that goes the long way has the graphs recorded anew, for better ones."""
+    def _is_to_improve(self) -> bool:
+        """Whether the graphs will be recorded anew, for better ones."""
         if not (self._may_improve and self.chooser.settled):
             return False
         return self._budget.captures == 1 or self.replays - self._captured_at >= _REPLAYS_BEFORE_MORE_TRIALS
+
+    def _improves_next(self) -> bool:
+        """Whether the next call that goes the long way has the graphs improved, as far as that can be at present."""
+        if not self._is_to_improve():
+            return False
+        return is_quiet() if self._fusing is None else self._fusing.may_go_on()
 
     def _exchange(
         self, program: SplitProgram, other: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor]

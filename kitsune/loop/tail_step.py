@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kitsune.background import refuse_recording
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import trace_tail
 from kitsune.capture.watch import (
@@ -110,6 +111,8 @@ class TailStep:
         recorded = self._recorded.get((tail, whole))
         if recorded is None or not recorded.surroundings.hold():
             refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
+            if refusal is None and recorded is None:
+                refusal = refuse_recording()
             if refusal is not None:
                 self._log.add(RefusedError(refusal, passing=True))
                 return None

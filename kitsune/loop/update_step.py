@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kitsune.background import refuse_recording
 from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.capture.trace import trace
 from kitsune.config import Config
@@ -142,6 +143,9 @@ class UpdateStep:
         key = (tuple(map(id, params)), _addresses(slots))
         update = self._updates.get(key)
         if update is None:
+            refusal = refuse_recording()
+            if refusal is not None:
+                raise RefusedError(refusal, passing=True)
             self._release_stale()
             self._spend(key)
             update = self._capture(params, grads, slots)

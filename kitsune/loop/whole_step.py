@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kitsune.background import is_quiet
 from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
@@ -31,6 +32,7 @@ from kitsune.loop import planning
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.by_address import ByAddress, Places
 from kitsune.loop.contest import Contest
+from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planned_recording import clear, most_on_streams, record_planned
 from kitsune.loop.planning import Planned
@@ -86,6 +88,7 @@ class WholeStep(GuardedStep):
         self._handout: Handout | None = None
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] | None = None
+        self._fusing: Fusing | None = None  # of the captured step, under way
         self._choice: tuple[bool, str, int] | None = None
         self._in_order_bytes: int | None = None  # that its graph takes, if that is known
         self._since_capture = 0  # replays
@@ -205,6 +208,8 @@ class WholeStep(GuardedStep):
         mode, reason = super().describe()
         if mode != "replay" or self._contest is None:
             return mode, reason
+        if self._fusing is not None:
+            return "measuring", self._fusing.describe()
         if self._contest.trying or self._may_try_others():
             return "measuring", "schedules of the captured step are being timed"
         if self._is_reopened:
@@ -216,6 +221,9 @@ class WholeStep(GuardedStep):
             self._contest.release()
         self._contest = self._program = None
         self._in_order = self._others = None
+        if self._fusing is not None:
+            self._fusing.close()
+            self._fusing = None
         self._shortcut = None
         self._trained = []
 
@@ -340,7 +348,7 @@ class WholeStep(GuardedStep):
     def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
         if self._may_try_others() and contest.winner.has_looked:
             self._consider_others(contest, inputs)
-        if self._is_reopened and self.chooser.settled:
+        if self._is_reopened and self.chooser.settled and is_quiet():
             self._is_reopened = False
             clear(self._memory, inputs[0].device)  # the eager steps have left some
         settled = contest.settled
@@ -387,31 +395,38 @@ class WholeStep(GuardedStep):
         return self._config.fuses() and refuse_fusion(self._trained[0].device) is None
 
     def _consider_others(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> None:
-        """Lets other plans, fused or on several streams, try to be faster than the one in order."""
+        """Lets other plans, fused or on several streams, try to be faster than the one in order.
+
+        The step is fused before; while kernels are compiled for that, nothing is done.
+        """
         program = self._program
         assert program is not None
-        self._others = ()
+        if self._fusing is None and self._fuses():
+            self._fusing = Fusing(program.module, inputs[0].device)
+        if not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
+            return
         started = time.perf_counter()
         try:
+            if self._fusing is not None and not self._fusing.advance():
+                return
             in_order = planning.in_order(program.module, inputs[0].device, inputs)
             others = planning.others(
                 program.module,
                 inputs,
                 num_streams=self._num_streams(),
-                fuse=self._fuses(),
+                fusing=self._fusing,
                 max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
                 refused=self._log.do_without,
             )
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
+            self._others, self._fusing = (), None
             kind = type(error).__name__
             reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed as captured, on one stream"
             self._log.do_without(Refusal(reason))
             return
-        except BaseException:  # an interrupt: they may be tried again
-            self._others = None
-            raise
         finally:
             self.setup_seconds += time.perf_counter() - started
+        self._fusing = None
         self._in_order = in_order
         if self._choice is not None:  # of an earlier capture of the same step
             others = tuple(planned for planned in others if _choice(planned) == self._choice)

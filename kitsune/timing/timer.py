@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from kitsune.background import wait_until_quiet
 from kitsune.collection import no_garbage_collection
 from kitsune.device import synchronize
 from kitsune.timing.busy import keep_busy
@@ -36,12 +37,14 @@ def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float
     dependents, leave smaller gaps among themselves, as they do in a step that consists of them; beside a
     library's they leave the usual ones. An operator that makes the host
     wait cannot be enqueued ahead: its time includes the host's. On the CPU it is wall time, and of
-    several blocks the fastest: what else runs there can only add to it.
+    several blocks the fastest: what else runs there can only add to it. What is done in the background
+    is waited for.
 
     Args:
         run: called often; whatever it writes, it writes again and again.
         limit_s: no further block is begun after this many seconds. One is always timed.
     """
+    wait_until_quiet()
     deadline = time.perf_counter() + limit_s
     block = _CudaBlocks(run, device) if device.type == "cuda" else functools.partial(_cpu_block, run)
     run()  # loads kernels, chooses algorithms, fills caches
@@ -62,6 +65,7 @@ def replayed_us(run: Callable[[], object], device: torch.device) -> float:
     `run` must be safe to record: it neither allocates, nor draws random numbers, nor makes the host
     wait. It may use other streams if it joins them again.
     """
+    wait_until_quiet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         synchronize(device)

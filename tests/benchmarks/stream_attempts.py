@@ -28,12 +28,14 @@ from torch import fx
 import kitsune
 import models
 from harness import environment, revisions, stats
+from kitsune.background import wait_until_quiet
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution import stream_pool
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.placing import only, writers
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.loop import planning
+from kitsune.loop.fusing import Fusing
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from kitsune.memory.planner import plan_memory
@@ -183,8 +185,11 @@ def fused(captured: Captured) -> Captured:
         RuntimeError: it cannot be, or nothing in it is worth it.
     """
     refusals: list[Refusal] = []
+    fusing = Fusing(captured.module, captured.inputs[0].device)
+    while not fusing.advance():
+        wait_until_quiet()
     found = planning.others(
-        captured.module, captured.inputs, num_streams=1, fuse=True, max_bytes=None, refused=refusals.append
+        captured.module, captured.inputs, num_streams=1, fusing=fusing, max_bytes=None, refused=refusals.append
     )
     if not found:
         raise RuntimeError(f"the step was not fused: {', '.join(map(str, refusals)) or 'nothing in it is worth it'}")

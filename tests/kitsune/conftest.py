@@ -1,8 +1,10 @@
 """What the tests of kitsune share: one thread, nothing left over from test to test, readable reports of failures."""
 
 import gc
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 import torch._dynamo.guards
 
+from kitsune.background import Background, wait_until_quiet
 from kitsune.fallback import Chooser
-from kitsune.loop import contest
+from kitsune.loop import contest, fusing
 from kitsune.loop.whole_step import WholeStep
-from tests.kitsune import static_memory
+from tests.kitsune import plans, static_memory
+from tests.kitsune.compiling import Compiling
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
 
@@ -72,6 +76,38 @@ def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
 def _nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a test asks for it: on a GPU it takes long, and would change what other tests count and compare."""
     monkeypatch.setenv("KITSUNE_ENABLE_FUSION", "0")
+
+
+@pytest.fixture(autouse=True)
+def _compilers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step that asks for kernels, so that tests know in which step what is fused."""
+    monkeypatch.setattr(fusing, "compile_ahead", plans.compile_at_once)
+
+
+@pytest.fixture
+def noise() -> Iterator[Callable[[bool], None]]:
+    """Called with True, something goes on in the background; with False, it has ended."""
+    end = threading.Event()
+
+    def set_noise(is_on: bool) -> None:
+        end.set()
+        wait_until_quiet()
+        end.clear()
+        if is_on:
+            Background([partial(end.wait, 60.0)], 1, end.set)
+
+    yield set_noise
+    set_noise(False)
+
+
+@pytest.fixture
+def compiling(_compilers_are_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
+    """Compilers that end when the test lets them: three parts, then two."""
+    compiling = Compiling(3, 2)
+    monkeypatch.setattr(fusing, "compile_ahead", compiling)
+    yield compiling
+    for place in range(2):
+        compiling.finish(place)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
 
+from kitsune.background import Background, wait_until_quiet
 from kitsune.fusion import judge
+from kitsune.fusion.ahead import compile_ahead
+from kitsune.fusion.match import Alone
 from kitsune.kernels import tuning
 from kitsune.loop import contest, fusing, planning, whole_step
+from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 
 
@@ -30,11 +36,29 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
         monkeypatch.setattr(contest, name, value)
 
 
+def compile_at_once(
+    parts: Sequence[Alone], device: torch.device, *, limit_s: float
+) -> Iterator[Background[bool | None]]:
+    """As `compile_ahead`, but that nothing is left to the background."""
+    for background in compile_ahead(parts, device, limit_s=limit_s):
+        assert background.num_jobs
+        wait_until_quiet()
+    yield from ()
+
+
+def fused_at_once(module: fx.GraphModule, device: torch.device) -> Fusing:
+    """One that has its result."""
+    under_way = Fusing(module, device)
+    while not under_way.advance():
+        wait_until_quiet()
+    return under_way
+
+
 def fuse_all_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets replacements be used whatever their times, in channels_last where that is tried. Kernels keep one form."""
-    rewritten = planning.rewritten
-    monkeypatch.setattr(planning, "rewritten", lambda *args: rewritten(*args)[-1:])
-    monkeypatch.setattr(fusing, "compile_ahead", lambda *_, **__: None)
+    result = Fusing.result
+    monkeypatch.setattr(Fusing, "result", lambda under_way: result(under_way)[-1:])
+    monkeypatch.setattr(fusing, "compile_ahead", lambda *_, **__: ())
     monkeypatch.setattr(judge, "device_us", lambda *_, **__: 1.0)
     monkeypatch.setattr(judge, "_CLEARLY_FASTER", 1.0)
     monkeypatch.setattr(judge.Measured, "is_late", lambda _: False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 import kitsune
 from kitsune import device as device_module
 from kitsune.capture.update_rules import AdamRule, SGDRule
-from kitsune.device import refuse_bfloat16, refuse_inductor, refuse_triton
+from kitsune.device import leave_recordings_alone, refuse_bfloat16, refuse_inductor, refuse_triton
 from tests.kitsune.training import FORMS, Net, Training, compare, sgd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -153,6 +155,56 @@ def test_training_without_bfloat16(form: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 # The real machine
+
+
+def test_recordings_are_left_alone_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[int] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+            modes.append(mode._obj.value)
+
+    monkeypatch.setattr(device_module.ctypes, "CDLL", Driver)
+    leave_recordings_alone(CPU)
+    assert modes == []
+    leave_recordings_alone(CUDA)
+    assert modes == [2]
+
+    def missing(name: str) -> Driver:
+        raise OSError(name)
+
+    monkeypatch.setattr(device_module.ctypes, "CDLL", missing)
+    leave_recordings_alone(CUDA)
+
+
+@pytest.mark.gpu
+def test_allocations_of_another_thread_break_no_recording() -> None:
+    """Of the user's own, in the mode that is torch's default."""
+    held, go_on, enough = list[Tensor](), threading.Event(), threading.Event()
+
+    def allocate() -> None:
+        with torch.cuda.device(0):
+            leave_recordings_alone(CUDA)
+            go_on.wait(60)
+            for _ in range(8):
+                held.append(torch.zeros(64 << 20, dtype=torch.uint8, device=CUDA))
+        enough.set()
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    x, graph = torch.zeros(8, device=CUDA), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        go_on.set()
+        assert enough.wait(60)
+        x += 1
+    thread.join()
+    graph.replay()
+    assert len(held) == 8
+    assert x.tolist() == [2.0] * 8
 
 
 @pytest.mark.gpu

@@ -329,3 +329,33 @@ def test_the_log_tells_each_refusal_once(caplog: pytest.LogCaptureFixture) -> No
         ("WARNING", "the step runs as plain PyTorch: three"),
     ]
     assert log.reasons() == ("one", "two", "three")
+
+
+def test_what_runs_beside_compilers_is_not_timed(clock: Clock, noise: Callable[[bool], None]) -> None:
+    """It goes on as it is, eagerly or replayed, and counts for nothing. Where nothing is timed, it counts."""
+    for quiet_steps, choice in ((0, "eager"), (3, "eager"), (6, "replay")):
+        chooser = Chooser("auto", clock.synchronize)
+        drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 0.5, quiet_steps)
+        waits = clock.waits
+        noise(True)
+        assert drive(chooser, clock, lambda _: 100.0, 20) == [choice] * 20
+        assert clock.waits == waits
+        noise(False)
+        drive(chooser, clock, lambda choice: 2.0 if choice == "eager" else 0.5)
+        assert (chooser.eager_seconds, chooser.replay_seconds) == (2.0, 0.5)
+    noise(True)
+    assert drive(Chooser("replay", clock.synchronize), clock, lambda _: 1.0, 3) == ["eager", "replay", "replay"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_in_which_compilers_begin_or_end_is_not_timed(
+    ends: bool, clock: Clock, noise: Callable[[bool], None]
+) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda _: 2.0, 2)
+    noise(ends)
+    chooser.start()
+    noise(not ends)
+    clock.now += 0.001
+    chooser.finish("eager")
+    assert chooser.eager_seconds == 2.0

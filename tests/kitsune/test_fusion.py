@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
@@ -18,9 +18,11 @@ from kitsune.errors import Refusal
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.loop import contest, fusing, planning
+from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always, never
 from tests.kitsune.passes.running import OPERATORS
+from tests.kitsune.plans import fused_at_once
 from tests.kitsune.steps import traced_step
 from tests.kitsune.test_streams import costs_of_a_gpu
 from tests.kitsune.training import Net, Training, batch, compare, sgd
@@ -94,7 +96,7 @@ def test_the_fused_step_is_one_of_those_tried(place: int, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("options", [{"enable_fusion": False}, {"mode": "replay"}])
 def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "rewritten", lambda *_: pytest.fail("rewritten"))
+    monkeypatch.setattr(Fusing, "advance", lambda *_: pytest.fail("fused"))
     training = train(replays=STEPS - (1 if options.get("mode") == "replay" else 5), rtol=0, atol=0, **options)
     (schedule,) = training.status().schedules
     assert not schedule.fused
@@ -237,26 +239,27 @@ def test_whatever_a_compiler_raises_the_step_goes_on(monkeypatch: pytest.MonkeyP
     class CompilationError(Exception):
         pass
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise CompilationError("no such instruction")
 
-    monkeypatch.setattr(planning, "rewritten", fail)
+    monkeypatch.setattr(fusing, "compile_ahead", fail)
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
     assert any("fusing failed (CompilationError: no such instruction)" in refusal for refusal in status.refusals)
 
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("too little memory")
 
-    monkeypatch.setattr(planning, "rewritten", fail)
+    monkeypatch.setattr(fusing, "compile_ahead", fail)
     module, (x, y) = Net(), batch(0)[0]
     inputs = traced_step(module, functional.cross_entropy, x, y)
     refusals: list[Refusal] = []
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
+    under_way = fused_at_once(inputs.module, torch.device("cpu"))
     found = planning.others(
-        inputs.module, inputs.inputs, num_streams=2, fuse=True, max_bytes=None, refused=refusals.append
+        inputs.module, inputs.inputs, num_streams=2, fusing=under_way, max_bytes=None, refused=refusals.append
     )
     assert {planned.plan.schedule.num_streams for planned in found} == {2}
     assert ["OutOfMemoryError" in refusal.reason for refusal in refusals] == [True]
@@ -264,16 +267,16 @@ def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_a_fused_step_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fused_wrongly(module: fx.GraphModule, device: torch.device) -> tuple[fusing.Rewritten, ...]:
-        ((graph, fusions),) = rewritten(module, device)
+    def fused_wrongly(under_way: Fusing) -> tuple[fusing.Rewritten, ...]:
+        ((graph, fusions),) = result(under_way)
         wrong = copy.deepcopy(graph)
         node = next(node for node in wrong.graph.nodes if node.target == torch.ops.aten.addmm.default)
         node.kwargs = {"alpha": 1.01}
         wrong.recompile()
         return ((wrong, fusions),)
 
-    rewritten = planning.rewritten
-    monkeypatch.setattr(planning, "rewritten", fused_wrongly)
+    result = Fusing.result
+    monkeypatch.setattr(Fusing, "result", fused_wrongly)
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
     assert not any(schedule.fused for schedule in status.schedules)
     assert any("was compared with the captured one: " in refusal for refusal in status.refusals)

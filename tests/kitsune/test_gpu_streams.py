@@ -44,7 +44,7 @@ from tests.kitsune.delays import (
     with_delays,
     without,
 )
-from tests.kitsune.plans import let_win
+from tests.kitsune.plans import fused_at_once, let_win
 from tests.kitsune.steps import traced_step
 from tests.kitsune.test_streams import costs_of_a_gpu
 
@@ -145,7 +145,7 @@ class Program:
             self._step.module,
             self._step.inputs,
             num_streams=NUM_STREAMS,
-            fuse=True,
+            fusing=fused_at_once(self._step.module, CUDA),
             max_bytes=None,
             refused=refusals.append,
         )

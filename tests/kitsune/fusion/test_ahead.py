@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
+from kitsune.background import Background, is_quiet, wait_until_quiet
 from kitsune.fusion import ahead
 from kitsune.fusion.ahead import Foresight, compile_ahead
 from kitsune.fusion.judge import Verdict, key_of
@@ -24,7 +25,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 X = torch.zeros(4, 4)
 
 SAME = parts(lambda x: [x.sin() + x.sin()], lambda x: [x.sin() * 2], X)
-SAME_BYTES = ahead._num_bytes(SAME)
 
 
 def part(kernel: Callable[[Tensor], Tensor]) -> Alone:
@@ -34,12 +34,12 @@ def part(kernel: Callable[[Tensor], Tensor]) -> Alone:
     return SAME._replace(after=fx.GraphModule({}, graph))
 
 
-def prepare(*some: Alone, limit_s: float = 60.0, meanwhile: Callable[[], None] = lambda: None) -> None:
+def prepare(*some: Alone, limit_s: float = 60.0) -> None:
     before = set(threading.enumerate())
-    try:
-        compile_ahead(some, CPU, limit_s=limit_s, meanwhile=meanwhile)
-    finally:
-        assert set(threading.enumerate()) <= before, "its threads go on"
+    for background in compile_ahead(some, CPU, limit_s=limit_s):
+        assert background.num_jobs > 0
+        wait_until_quiet()
+    assert set(threading.enumerate()) <= before, "its threads go on"
 
 
 def test_parts_run_at_the_same_time_as_they_do_when_they_are_tried() -> None:
@@ -80,10 +80,24 @@ def test_only_few_parts_have_their_values_in_memory(monkeypatch: pytest.MonkeyPa
     assert 1 <= len(threads) <= 2
 
 
-def test_what_takes_much_memory_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free_bytes, most in ((0, 1), (4 * 3 * SAME_BYTES, 3), (2**40, 16)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free_bytes=free_bytes: (free_bytes, 2**40))
-        assert ahead._most_at_a_time([SAME], CUDA) == most
+@pytest.mark.parametrize(("share", "most"), [(0.9, 0), (1.0, 1), (3.5, 3), (100.0, 16)])
+def test_most_memory_is_left_to_the_training(share: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes more alone is left to its trial."""
+    some = [part(lambda x: x) for _ in range(40)]
+    num_bytes = ahead._num_bytes(some[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (int(4 * share * num_bytes), 2**40))
+        most_bytes = ahead._most_bytes(CUDA)
+    monkeypatch.setattr(ahead, "_most_bytes", lambda _: most_bytes)
+    at_a_time: list[int] = []
+
+    def background(jobs: list[Any], most_at_a_time: int, stop: Callable[[], None]) -> Background[bool]:
+        at_a_time.append(most_at_a_time)
+        return Background(jobs, most_at_a_time, stop)
+
+    monkeypatch.setattr(ahead, "Background", background)
+    prepare(*some)
+    assert at_a_time == [most] * (most > 0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no code"), torch.OutOfMemoryError("CUDA out of memory"), TypeError()])
@@ -112,23 +126,31 @@ def test_what_has_nothing_to_compile_is_not_run(monkeypatch: pytest.MonkeyPatch)
     prepare(SAME, with_kernel)
 
 
-def test_an_interrupt_gets_through_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, ran = threading.Event(), []
+@pytest.mark.parametrize("way", ["close", "delete"])
+def test_closed_it_ends_soon_and_waits_for_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+    begun, end, ran = threading.Event(), threading.Event(), []
 
     def kernel(x: Tensor) -> Tensor:
-        begun.set()
         ran.append(x)
-        time.sleep(0.02)
+        begun.set()
+        end.wait(60)
         return x
 
-    def interrupt() -> None:
-        if begun.is_set():
-            raise KeyboardInterrupt
-
     monkeypatch.setattr(ahead, "_MOST_PARTS", 1)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(*[part(kernel) for _ in range(200)], meanwhile=interrupt)
-    assert 1 <= len(ran) < 200
+    course = compile_ahead([part(kernel) for _ in range(200)], CPU, limit_s=60.0)
+    next(course)
+    assert begun.wait(60)
+    if way == "close":
+        course.close()
+    del course
+    assert not is_quiet(), "a kernel is still being compiled"
+    end.set()
+    wait_until_quiet()
+    assert len(ran) == 1
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_when_the_time_is_up_nothing_more_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +164,17 @@ def test_when_the_time_is_up_nothing_more_begins(monkeypatch: pytest.MonkeyPatch
 
     prepare(*[part(kernel) for _ in range(200)], limit_s=0.05)
     assert 1 <= len(ran) < 200
+
+
+def test_only_what_ran_is_timed_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there was no time for would be compiled then, while the training waits."""
+    ran, late, waiting = (part(lambda x: x) for _ in range(3))
+    outcomes, timed = {id(ran): [False], id(late): [None], id(waiting): [True, False]}, list[Alone]()
+    monkeypatch.setattr(ahead, "_compile", lambda one, *_: outcomes[id(one)].pop(0))
+    monkeypatch.setattr(ahead, "_run", lambda one, _: timed.append(one))
+    prepare(ran, late, waiting)
+    assert list(map(id, timed)) == [id(ran)]
+    assert not any(outcomes.values())
 
 
 class Kernel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,3 +211,13 @@ def test_a_training_that_reads_in_place_is_the_same(monkeypatch: pytest.MonkeyPa
 
     compare("train_step", steps=60, batches=batches, replays=55, mode="auto")
     assert [len(positions) for positions in places] == [0, 2, 2, 2]
+
+
+def test_nothing_is_recorded_while_compilers_run(noise: Callable[[bool], None]) -> None:
+    records, batches = Records(), ring(2)
+    step = replays(records)
+    noise(True)
+    assert run(step, batches, 10 * SIGHTINGS) == [0] * (10 * SIGHTINGS)
+    noise(False)
+    run(step, batches, 4 * SIGHTINGS)
+    assert set(run(step, batches, 4)) == {1, 2}

@@ -75,7 +75,7 @@ def test_a_loop_is_fused(device: str) -> None:
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("options", [{"enable_fusion": False}, {"mode": "replay"}])
 def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_step, "fused_call", lambda *_: pytest.fail("rewritten"))
+    monkeypatch.setattr(split_step, "call_fusing", lambda *_: pytest.fail("fused"))
     training = train(replays=STEPS - 6, rtol=0, atol=0, **options)
     assert not training.status().fused
 
@@ -204,6 +204,14 @@ class Several(nn.Module):
         return self.last(hidden), hidden.detach().tanh()
 
 
+def improved(program: SplitProgram, flat: list[Tensor]) -> SplitProgram | None:
+    under_way = call_fusing.call_fusing(program, flat[0].device)
+    if under_way is None:
+        return None
+    assert under_way.advance()
+    return fused_call(program, under_way, flat, lambda refusal: pytest.fail(str(refusal)))
+
+
 def program_of(model: nn.Module, *args: Tensor) -> tuple[SplitProgram, list[Tensor]]:
     """The programs of a call."""
     graph, flat = flat_graph(model, *args)
@@ -212,7 +220,7 @@ def program_of(model: nn.Module, *args: Tensor) -> tuple[SplitProgram, list[Tens
 
 def test_no_part_of_the_forward_pass_is_left_to_the_backward_pass() -> None:
     program, flat = program_of(Several(), batch(0)[0][0])
-    fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
+    fused = improved(program, flat)
     assert fused is not None
     assert fused.is_rewritten
     (before,), (part,) = program.parts, fused.parts
@@ -265,7 +273,7 @@ def test_several_gradients_are_left_apart() -> None:
             return self.left(hidden).relu(), self.right(hidden).relu()
 
     program, flat = program_of(Two(), batch(0)[0][0])
-    assert fused_call(program, flat, lambda refusal: pytest.fail(str(refusal))) is None
+    assert improved(program, flat) is None
 
 
 class WithLoss(nn.Module):
@@ -305,7 +313,7 @@ def test_an_output_computed_from_another(way: str, device: str) -> None:
 def test_parts_of_a_backward_pass_stay_apart() -> None:
     (x, y), _ = batch(0)
     program, flat = program_of(WithLoss(), x, y)
-    fused = fused_call(program, flat, lambda refusal: pytest.fail(str(refusal)))
+    fused = improved(program, flat)
     assert fused is not None
     assert [part.roots for part in fused.parts] == [part.roots for part in program.parts] == [(0,), (1,)]
     for one, other in zip(program.parts, fused.parts, strict=True):

@@ -599,3 +599,39 @@ def test_at_most_two_are_kept_beside_the_one_on_trial() -> None:
         race.run(1)
         assert len(race.alive()) <= 3
     assert race.alive() == ["4"]
+
+
+def test_while_compilers_run_nothing_is_timed(noise: Callable[[bool], None]) -> None:
+    """In whichever turn; the one that replays goes on, and what it takes meanwhile decides nothing."""
+    for steps in range(0, 120, 7):
+        race = Race(100.0, 50.0, 80.0)
+        race.open()
+        race.run(steps)
+        present, made = race.contest.place, len(race.made)
+        noise(True)
+        for runner in race.made:
+            runner.cost_us += 1000.0
+        race.run(500)
+        assert (race.contest.place, len(race.made)) == (present, made)
+        for runner in race.made:
+            runner.cost_us -= 1000.0
+        noise(False)
+        race.run(400)
+        assert not race.contest.trying
+        assert race.contest.place == 1
+        assert race.contest.times_us[1] == 50.0
+
+
+def test_while_compilers_run_the_winner_is_not_probed(
+    noise: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "_PROBE_EVERY", 50)
+    race = Race(100.0, 50.0)
+    race.open()
+    race.run(400)
+    settled, winner = race.contest.settled, race.contest.winner
+    noise(True)
+    race.made[-1].cost_us = 500.0
+    race.run(5000)
+    assert (race.contest.settled, race.contest.winner) == (settled, winner)
+    assert not race.contest.trying

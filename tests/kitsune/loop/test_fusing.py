@@ -1,21 +1,31 @@
-"""Which layouts are tried when a step is rewritten."""
+"""Which layouts are tried when a step is rewritten, and what goes on meanwhile."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
-from kitsune.fusion.ahead import compile_ahead
+from kitsune.background import Background, is_quiet, wait_until_quiet
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.loop import fusing
+from kitsune.loop.fusing import Fusing, Rewritten
+from tests.kitsune.compiling import Compiling
 from tests.kitsune.fusion.running import never
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.passes.test_channels_last import step
 from tests.kitsune.passes.test_spare_copies import step as attention_step
+from tests.kitsune.plans import compile_at_once, fused_at_once
+
+
+def rewritten(module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, ...]:
+    return fused_at_once(module, device).result()
 
 
 class Never:
@@ -40,7 +50,7 @@ def test_channels_last_is_tried_where_it_changes_no_precision(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-    found = fusing.rewritten(step(name, half=half).module, torch.device("cpu"))
+    found = rewritten(step(name, half=half).module, torch.device("cpu"))
     used = [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None]
     assert used == ["channels last"] * tried
 
@@ -49,7 +59,7 @@ def test_a_graph_with_fewer_copies_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
     module = attention_step(half=True).module
-    ((found, fusions),) = fusing.rewritten(module, torch.device("cpu"))
+    ((found, fusions),) = rewritten(module, torch.device("cpu"))
     (spared,) = (fusion for fusion in fusions if fusion.refusal is None)
     assert spared.template == "spared copies"
     copies = [node.name for node in module.graph.nodes if node.target is torch.ops.aten.clone.default]
@@ -63,9 +73,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Alone]:
     """The parts that are compiled ahead."""
     some: list[Alone] = []
 
-    def record(parts: list[Alone], *args: object, **options: object) -> None:
+    def record(parts: list[Alone], device: torch.device, *, limit_s: float) -> Iterator[Background[bool | None]]:
         some.extend(parts)
-        compile_ahead(parts, *args, **options)  # type: ignore[arg-type]
+        return compile_at_once(parts, device, limit_s=limit_s)
 
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
@@ -82,7 +92,7 @@ def test_all_layouts_are_prepared_before_one_is_tried(prepared: list[Alone], mon
             return super().__call__(alone)
 
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Watching())
-    fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert counts == {len(prepared)} != {0}
 
 
@@ -93,7 +103,7 @@ def test_what_is_known_is_neither_prepared_nor_tried_where_it_is_refused(
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(Never, "__call__", lambda *_: pytest.fail("tried"))
     monkeypatch.setattr(fusing, "_with_regions", lambda fused, *_: fused)
-    found = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    found = rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None] == [
         "channels last"
     ]
@@ -105,7 +115,7 @@ def test_what_is_known_to_be_used_is_prepared_and_not_tried(
 ) -> None:
     monkeypatch.setattr(fusing, "known", lambda *_: Verdict(None, 2.0, 1.0))
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
-    found = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    found = rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert prepared
     used = {fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None}
     assert "linear + relu" in used, "it was tried, and refused"
@@ -130,24 +140,137 @@ def test_layers_leave_time_for_what_is_about_the_whole_step(
 
     monkeypatch.setattr(fusing, "_SECONDS_FOR_THE_STEP", 17.0)
     monkeypatch.setattr(fusing, "Measured", Late)
-    ((_, fusions), *_) = fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
+    ((_, fusions), *_) = rewritten(step("lenet", half=True).module, torch.device("cpu"))
     used = {fusion.template for fusion in fusions if fusion.refusal is None}
     late = {fusion.template for fusion in fusions if "no time left" in (fusion.refusal or "")}
     assert used == {"casts of many inputs", "step counts"}
     assert {"linear + relu", "region"} <= late
 
 
-def test_it_tells_the_user_while_it_compiles(
-    prepared: list[Alone], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(fusing, "_SILENT_SECONDS", 0.0)
+@pytest.fixture
+def _nothing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
 
-    def compile_and_stop(parts: list[Alone], device: torch.device, **options: object) -> None:
-        compile_ahead(parts, device, **options)  # type: ignore[arg-type]
+
+@pytest.mark.usefixtures("_nothing_is_faster")
+def test_it_waits_for_nothing_and_tries_when_all_is_compiled(
+    compiling: Compiling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(Never, "__call__", lambda _, alone: tried.append(alone) or never(alone))
+    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    assert under_way.may_go_on()
+    for count, end in zip((3, 2), compiling.ends, strict=True):
+        for _ in range(3):
+            assert not under_way.advance()
+            assert not under_way.may_go_on()
+        assert f"0 of {count} parts" in under_way.describe()
+        assert not tried
+        end.set()
+        wait_until_quiet()
+        assert under_way.may_go_on()
+    assert under_way.advance()
+    assert tried
+    assert len(under_way.result()) == 1
+    count = len(tried)
+    assert under_way.advance()
+    assert len(tried) == count
+
+
+@pytest.mark.usefixtures("_nothing_is_faster")
+def test_modes_of_the_user_are_left_alone(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, modes = Fusing(step("lenet", half=True).module, torch.device("cpu")), list[tuple[bool, bool]]()
+
+    def judge(_: Never, alone: object) -> Verdict:
+        modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return never(alone)
+
+    monkeypatch.setattr(Never, "__call__", judge)
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        for end in compiling.ends:
+            assert not under_way.advance()
+            assert torch.is_grad_enabled()
+            assert torch.is_autocast_enabled("cpu")
+            end.set()
+            wait_until_quiet()
+        assert under_way.advance()
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert set(modes) == {(False, False)}
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_goes_wrong_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(fusing, "compile_ahead", fail)
+    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    assert under_way.advance()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        under_way.result()
+    assert all("fail" not in str(entry.name) for entry in raised.traceback), "its values are kept alive"
+
+
+@pytest.mark.usefixtures("_nothing_is_faster")
+def test_after_an_interrupt_it_begins_anew(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> Verdict:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fusing, "compile_ahead", compile_and_stop)
-    with caplog.at_level(logging.WARNING, "kitsune"), pytest.raises(KeyboardInterrupt):
-        fusing.rewritten(step("lenet", half=True).module, torch.device("cpu"))
-    assert [record.message for record in caplog.records if "are being fused" in record.message]
+    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    for end in compiling.ends:
+        assert not under_way.advance()
+        end.set()
+        wait_until_quiet()
+    with monkeypatch.context() as patch:
+        patch.setattr(Never, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            under_way.advance()
+    while not under_way.advance():
+        wait_until_quiet()
+    assert len(under_way.result()) == 1
+
+
+@pytest.mark.usefixtures("_nothing_is_faster")
+@pytest.mark.parametrize("way", ["close", "delete"])
+def test_without_its_owner_it_ends(way: str, compiling: Compiling) -> None:
+    before = set(threading.enumerate())
+    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    assert not under_way.advance()
+    assert not is_quiet()
+    if way == "close":
+        under_way.close()
+    del under_way
+    assert compiling.ends[0].is_set()
+    wait_until_quiet()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("_nothing_is_faster")
+def test_others_are_waited_for(compiling: Compiling) -> None:
+    """Two at a time would take twice the memory, and each would disturb what the other times."""
+    first, second = (Fusing(step("lenet", half=True).module, torch.device("cpu")) for _ in range(2))
+    assert not first.advance()
+    assert not second.may_go_on()
+    assert not second.advance()
+    assert "about to be fused" in second.describe()
+
+
+@pytest.mark.usefixtures("_nothing_is_faster")
+def test_it_tells_the_user_while_it_compiles(
+    compiling: Compiling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fusing, "_SILENT_SECONDS", 0.0)
+    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    with caplog.at_level(logging.INFO, "kitsune"):
+        assert not under_way.advance()
+        for _ in range(3):
+            assert not under_way.may_go_on()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    (warning,) = (text for level, text in told if level == "WARNING")
+    assert "are being fused" in warning
+    assert ("INFO", "fusion: kernels of 0 of 3 parts are compiled") in told
