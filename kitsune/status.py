@@ -24,6 +24,8 @@ class ScheduleTime:
         measured_us: the median time that one took on the device; None where it was not measured. One that is faster
             there is not chosen where it takes longer to launch, and the loop longer with it.
         chosen: whether it is in use.
+        roomy: whether it was made to take, if that is faster, what the step captured by hand would take beyond the
+            step in order; others need hardly more than that one.
     """
 
     strategy: str
@@ -32,13 +34,15 @@ class ScheduleTime:
     predicted_us: float
     measured_us: float | None
     chosen: bool
+    roomy: bool = False
 
     def __str__(self) -> str:
         streams = "1 stream" if self.num_streams == 1 else f"{self.num_streams} streams"
         measured = "not measured" if self.measured_us is None else f"measured {self.measured_us:.0f} us"
         use = ", in use" if self.chosen else ""
         fused = ", fused" if self.fused else ""
-        return f"{self.strategy} on {streams}{fused}: predicted {self.predicted_us:.0f} us, {measured}{use}"
+        roomy = ", with more memory" if self.roomy else ""
+        return f"{self.strategy} on {streams}{fused}{roomy}: predicted {self.predicted_us:.0f} us, {measured}{use}"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from kitsune.schedule import peak_bytes
 
 # What a plan on several streams may take, as a multiple of what the step captured by hand would take, which is what it
 # takes in order and the gradients, which stay; or more than in order by what libraries work in on a few more streams. A
-# plan bounds what is alive at once (`planning.MEMORY_FACTOR`). What the allocator keeps for each stream, and what
-# libraries work in, is seen only in a recording.
+# plan bounds what is alive at once (`planning.MEMORY_FACTOR`), or is made to fit in here as far as that can be told
+# (`room_on_streams`). What the allocator rounds up, and what libraries work in, is seen only in a recording.
 _MOST = 1.05
 _MORE_AT_LEAST = 64 << 20
 
@@ -36,6 +36,17 @@ def most_on_streams(in_order_bytes: int, inputs: Sequence[torch.Tensor], trained
     beside = sum(tensor.nbytes for tensor in inputs)
     by_hand = beside + in_order_bytes + sum(tensor.nbytes for tensor in trained)
     return max(int(_MOST * by_hand) - beside, in_order_bytes + _MORE_AT_LEAST)
+
+
+def room_on_streams(most_bytes: int, in_order_bytes: int, live_bytes: int) -> int:
+    """How many of `most_bytes` the values of a plan on several streams may take.
+
+    Args:
+        most_bytes: what its graph may take.
+        in_order_bytes: what that of the step in order takes.
+        live_bytes: what its values need. The rest is taken to be as much on several streams.
+    """
+    return most_bytes - max(0, in_order_bytes - live_bytes)
 
 
 def record_planned(

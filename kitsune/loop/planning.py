@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,9 @@ _PARTS = 4
 # captured.
 MEMORY_FACTOR = 1.02
 
+# Plans beyond that, for which there is room: each that is tried takes a recording and some steps.
+_MOST_ROOMY = 2
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -41,11 +45,14 @@ class Planned:
         plan: the plan. Its arena holds the values whose operators can write there; the allocator has memory for the
             others.
         writers: those operators, by name of the node.
+        is_roomy: whether it was made to use memory that there is room for, and not to need hardly more than in order;
+            see `challengers`.
     """
 
     module: fx.GraphModule
     plan: Plan
     writers: Mapping[str, Writer]
+    is_roomy: bool = False
 
     def lowered(self, arena: Block, *, timed: bool = False) -> Lowered:
         """The graph as it runs by the plan, with as many bytes of `arena` as the plan says; for `timed` see `lower`."""
@@ -76,11 +83,12 @@ def others(
     fusing: Fusing | None,
     max_bytes: int | None,
     refused: Callable[[Refusal], None],
+    room_bytes: int | None = None,
 ) -> tuple[Planned, ...]:
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
-    With `fusing`, which has a result, there are those of `module` rewritten, in order; the `challengers` are of the
-    most promising one then. The values of the challengers may need `max_bytes` at once, if that is not None.
+    With `fusing`, which has a result, there are those of `module` rewritten, in order; the `challengers`, within
+    `max_bytes` and `room_bytes`, are of the most promising one then.
     Where rewriting has failed, `refused` is told why, and the others are of `module`.
     """
     device = inputs[0].device
@@ -95,7 +103,8 @@ def others(
         if num_streams > 1:
             fusions = found[0].plan.fusions if found else ()
             graph = found[0].module if found else module
-            found += [_with_fusions(planned, fusions) for planned in challengers(graph, inputs, num_streams, max_bytes)]
+            on_streams = challengers(graph, inputs, num_streams, max_bytes, room_bytes)
+            found += [_with_fusions(planned, fusions) for planned in on_streams]
         return tuple(found)
 
 
@@ -115,24 +124,59 @@ def _with_fusions(planned: Planned, fusions: tuple[Fusion, ...]) -> Planned:
 
 
 def challengers(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], num_streams: int, max_bytes: int | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    num_streams: int,
+    max_bytes: int | None = None,
+    room_bytes: int | None = None,
 ) -> tuple[Planned, ...]:
-    """Plans on 2 to `num_streams` streams that the simulation ranks highest, the first ones first.
+    """Plans on 2 to `num_streams` streams, those that the simulation ranks highest first.
 
-    They are of `module` with its operators split where that makes some of them independent. Their values
-    need at most a fiftieth more memory than in order, if any stream may use what another one left, and at most
-    `max_bytes`, if that is not None.
-    Measures what operators cost on the device of `inputs`.
+    They are of `module` with its operators split where that makes some of them independent. Measures what operators
+    cost on the device of `inputs`.
+
+    Args:
+        max_bytes: what their values may need at once, on any timing of the streams; None for any number.
+        room_bytes: what their values may take of the allocator. Given that, there are two plans at most, behind the
+            others, that were made to use it; all others' values need at most a fiftieth more at once than in order.
     """
     split = pipeline.run(module, pipeline.splitting(_PARTS))
     graph = task_graph(split.graph)
     costs = measured_costs(split, graph, inputs)
     serial = DataflowScheduler(num_streams=1).schedule(graph, costs)
-    bound = int(MEMORY_FACTOR * plan_memory(graph, serial).live_bytes)
-    bound = bound if max_bytes is None else min(bound, max_bytes)
+    most = sys.maxsize if max_bytes is None else max_bytes
+    bound = min(int(MEMORY_FACTOR * plan_memory(graph, serial).live_bytes), most)
     _, *schedules = DataflowScheduler(num_streams, max_bytes=bound).candidates(graph, costs)
     found = writers(split.graph)
-    return tuple(_placed(split, graph, schedule, costs, found) for schedule in schedules)
+    plans = [_placed(split, graph, schedule, costs, found) for schedule in schedules]
+    if room_bytes is not None:
+        bounds = [one for one in (most, min(most, room_bytes)) if one > bound]
+        for schedule in _roomy(graph, costs, num_streams, bounds, room_bytes, schedules):
+            plans.append(dataclasses.replace(_placed(split, graph, schedule, costs, found), is_roomy=True))
+    return tuple(plans)
+
+
+def _roomy(
+    graph: TaskGraph,
+    costs: Costs,
+    num_streams: int,
+    bounds: Sequence[int],
+    room_bytes: int,
+    known: Sequence[Schedule],
+) -> list[Schedule]:
+    """Lists beside those `known` whose values take at most `room_bytes` of the allocator: the most promising ones.
+
+    What may be alive at once, on some timing of the streams, is more than that as a rule: the allocator has memory for
+    each stream apart, and what a stream leaves it uses again itself, however far it runs ahead of the others.
+
+    Args:
+        bounds: for what may be alive at once, the loosest first.
+    """
+    found: list[Schedule] = []
+    for bound in bounds:
+        _, *lists = DataflowScheduler(num_streams, "list", bound).candidates(graph, costs, [*known, *found])
+        found += [schedule for schedule in lists if pooled_bytes(graph, schedule) <= room_bytes]
+    return found[:_MOST_ROOMY]
 
 
 def _placed(

@@ -34,7 +34,7 @@ from kitsune.loop.by_address import ByAddress, Places
 from kitsune.loop.contest import Contest
 from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import GuardedStep
-from kitsune.loop.planned_recording import clear, most_on_streams, record_planned
+from kitsune.loop.planned_recording import clear, most_on_streams, record_planned, room_on_streams
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording, most_live_bytes
 from kitsune.loop.rounding import rounding
@@ -166,6 +166,7 @@ class WholeStep(GuardedStep):
                 strategy=planned.plan.schedule.strategy,
                 num_streams=planned.plan.schedule.num_streams,
                 fused=planned.plan.is_fused,
+                roomy=planned.is_roomy,
                 predicted_us=planned.plan.predicted_us,
                 measured_us=measured,
                 chosen=place == self._contest.place,
@@ -410,6 +411,7 @@ class WholeStep(GuardedStep):
             if self._fusing is not None and not self._fusing.advance():
                 return
             in_order = planning.in_order(program.module, inputs[0].device, inputs)
+            most_bytes, room_bytes = self._most_and_room(in_order.plan, inputs)
             others = planning.others(
                 program.module,
                 inputs,
@@ -417,6 +419,7 @@ class WholeStep(GuardedStep):
                 fusing=self._fusing,
                 max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
                 refused=self._log.do_without,
+                room_bytes=room_bytes,
             )
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             self._others, self._fusing = (), None
@@ -431,11 +434,16 @@ class WholeStep(GuardedStep):
         if self._choice is not None:  # of an earlier capture of the same step
             others = tuple(planned for planned in others if _choice(planned) == self._choice)
         self._others = others
-        conditions = self._conditions(program)
-        if self._in_order_bytes is not None:
-            conditions["most_bytes"] = most_on_streams(self._in_order_bytes, inputs, self._trained)
+        conditions = {**self._conditions(program), "most_bytes": most_bytes}
         records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
         contest.open([partial(self._by_address, record) for record in records])
+
+    def _most_and_room(self, in_order: Plan, inputs: Sequence[torch.Tensor]) -> tuple[int | None, int | None]:
+        """What a graph on several streams may take, and its values of that; None where that cannot be told."""
+        if self._in_order_bytes is None:
+            return None, None
+        most_bytes = most_on_streams(self._in_order_bytes, inputs, self._trained)
+        return most_bytes, room_on_streams(most_bytes, self._in_order_bytes, in_order.memory.live_bytes)
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
         changed = self._changed(flat)

@@ -60,26 +60,35 @@ class DataflowScheduler:
         return _by_time(graph, costs, choices)[0]
 
     @no_garbage_collection()
-    def candidates(self, graph: TaskGraph, costs: Costs) -> tuple[Schedule, ...]:
+    def candidates(self, graph: TaskGraph, costs: Costs, known: Sequence[Schedule] = ()) -> tuple[Schedule, ...]:
         """Schedules that are worth measuring: in order first, then others by simulated time.
 
         The others are those of the strategy, with `"auto"` of all strategies, for every number of streams from 2 to
-        `num_streams`, that keep to `max_bytes`; none is there twice. The simulation leaves none of them out: it does
-        not see everything that makes one faster.
+        `num_streams`, that keep to `max_bytes`; none is there twice, or like one of those `known`. The simulation
+        leaves none of them out: it does not see everything that makes one faster.
         """
-        others = self._on_streams(graph, costs, range(2, self.num_streams + 1))
+        others = self._on_streams(graph, costs, range(2, self.num_streams + 1), known)
         return (in_order(graph), *_by_time(graph, costs, others))
 
-    def _on_streams(self, graph: TaskGraph, costs: Costs, counts: Iterable[int]) -> list[Schedule]:
+    def _on_streams(
+        self, graph: TaskGraph, costs: Costs, counts: Iterable[int], known: Sequence[Schedule] = ()
+    ) -> list[Schedule]:
         """Schedules for these numbers of streams, without duplicates and without those that use but one stream."""
         wanted = [strategy for strategy in get_args(StreamStrategy) if self.strategy in ("auto", strategy)]
+        left_out = set(map(_effect, known))
         found: dict[tuple[object, ...], Schedule] = {}
         for num_streams in counts:
             for strategy in wanted:
                 schedule = on_streams(graph, costs, strategy, num_streams, self.max_bytes)
-                if schedule is not None and schedule.num_streams > 1:
-                    found.setdefault((schedule.streams, schedule.positions, schedule.waits), schedule)
+                if schedule is None or schedule.num_streams == 1 or _effect(schedule) in left_out:
+                    continue
+                found.setdefault(_effect(schedule), schedule)
         return list(found.values())
+
+
+def _effect(schedule: Schedule) -> tuple[object, ...]:
+    """What a device sees of it."""
+    return schedule.streams, schedule.positions, schedule.waits
 
 
 def _by_time(graph: TaskGraph, costs: Costs, schedules: Sequence[Schedule]) -> list[Schedule]:

@@ -30,7 +30,7 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
         return tuple(planned for planned in others(*args, **options) if is_wanted(planned.plan))[:1]
 
     monkeypatch.setattr(planning, "others", only)
-    monkeypatch.setattr(whole_step, "most_on_streams", lambda *_: None)
+    monkeypatch.setattr(whole_step.WholeStep, "_most_and_room", lambda *_: (None, None))
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, name, value)

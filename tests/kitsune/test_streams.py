@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from kitsune.plan import Costs, TaskGraph
 from kitsune.schedule import check
 from kitsune.schedule.cost import analytic_costs
 from kitsune.schedule.limits import cuda_limits
+from kitsune.status import ScheduleTime
 from tests.kitsune import static_memory
 from tests.kitsune.schedule.oracles import enforces, redundant
 from tests.kitsune.training import Net, Training, adam, batch, compare, sgd
@@ -191,6 +193,67 @@ def test_what_a_plan_on_several_streams_may_take() -> None:
     most = planned_recording.most_on_streams(770 << 20, [state], [trained])
     assert most == int(1.05 * ((134 + 770 + 45) << 20)) - (134 << 20)
     assert planned_recording.most_on_streams(50 << 20, [], []) == (50 + 64) << 20
+
+
+def test_what_the_values_of_a_plan_on_several_streams_may_take() -> None:
+    """What libraries work in and the allocator rounds up is as much as in order, and takes nothing where that is 0."""
+    assert planned_recording.room_on_streams(970 << 20, 770 << 20, 700 << 20) == 900 << 20
+    assert planned_recording.room_on_streams(970 << 20, 770 << 20, 780 << 20) == 970 << 20
+
+
+def schedules_in_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> Sequence[ScheduleTime]:
+    """Those that are tried; later ones have room.
+
+    Rounded up, values as small as those here would never be too large. So most of what they may need is left out. And
+    the graph of the step in order takes a gigabyte, as it is told: a plan on several streams may take more then.
+    """
+    monkeypatch.setattr(planning, "MEMORY_FACTOR", 0.3)
+    schedules = train().status().schedules
+    assert not any(schedule.roomy for schedule in schedules)
+    told = iter([0])  # nothing before it is recorded
+    monkeypatch.setattr(GraphPool, "num_bytes", lambda _: next(told, 2**30))
+    return schedules
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_there_is_room_plans_that_use_it_are_tried(
+    favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = schedules_in_want_of_memory(monkeypatch)
+    favour(len(without))
+    status = train().status()
+    more = status.schedules[len(without) :]
+    assert [schedule.roomy for schedule in status.schedules] == [*[False] * len(without), *[True] * len(more)]
+    assert len(more) == 2
+    assert {schedule.strategy for schedule in more} == {"list"}
+    assert [schedule.chosen for schedule in status.schedules].index(True) == len(without)
+    assert all(schedule.measured_us is not None for schedule in status.schedules)
+    assert status.refusals == ()
+    assert str(status).count(", with more memory") == len(more)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_a_plan_takes_more_than_there_is_room_for_the_next_best_replays(
+    favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known once the plan is recorded, alone, after the trials."""
+    favour(len(schedules_in_want_of_memory(monkeypatch)))
+    recorded = Counter[int]()
+    record_planned = whole_step.record_planned
+
+    def record_once(memory: MemoryPool, planned: planning.Planned, *inputs: Any, **conditions: Any) -> Recording:
+        recorded[id(planned)] += 1
+        if planned.is_roomy and recorded[id(planned)] > 1:
+            conditions["most_bytes"] = -1
+        return record_planned(memory, planned, *inputs, **conditions)
+
+    monkeypatch.setattr(whole_step, "record_planned", record_once)
+    status = train().status()
+    assert any(schedule.roomy and schedule.measured_us is not None for schedule in status.schedules)
+    assert not any(schedule.chosen and schedule.roomy for schedule in status.schedules)
+    assert sum(schedule.chosen for schedule in status.schedules) == 1
+    assert status.mode == "replay"
+    assert any("streams takes" in refusal for refusal in status.refusals)
 
 
 @pytest.mark.usefixtures("replay_is_faster")

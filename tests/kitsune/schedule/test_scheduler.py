@@ -81,6 +81,20 @@ def test_candidates_are_in_order_first_and_then_by_time(
     assert all(other.num_streams > 1 for other in others)
 
 
+@given(graphs(9), st.integers(1, 4), st.none() | st.integers(0, 60), st.data())
+def test_what_is_known_is_no_candidate_again(
+    graph: TaskGraph, num_streams: int, max_bytes: int | None, data: st.DataObject
+) -> None:
+    """Nor what looks the same to a device, by whichever strategy; the others are as they would be."""
+    costs = data.draw(costs_of(graph))
+    known = DataflowScheduler(num_streams, max_bytes=max_bytes).candidates(graph, costs)
+    looser = DataflowScheduler(num_streams, "list")
+    seen = [(made.streams, made.positions, made.waits) for made in known]
+    first, *others = looser.candidates(graph, costs)
+    new = [made for made in others if (made.streams, made.positions, made.waits) not in seen]
+    assert looser.candidates(graph, costs, known) == (first, *new)
+
+
 def test_a_strategy_has_its_own_candidates() -> None:
     graph, costs = training_step(6)
     names = {
