@@ -389,6 +389,58 @@ def small_convs() -> Iterator[Call]:
         yield call("small_conv_weight_grad", grad, x, kernel, *windows, result_dtype=result_dtype, **options)
 
 
+def part_of_channels(images: Tensor) -> Tensor:
+    """The same values as a part of the channels of wider images."""
+    num, channels, height, width = images.shape
+    wide = channels_last(images.new_zeros(num, channels + 24, height, width))
+    return wide[:, 16 : 16 + channels].copy_(images)
+
+
+def convs() -> Iterator[Call]:
+    for dtype, (batch, channels, size), (outputs, *kernel), padding, laid_out in (
+        (BFLOAT16, (8, 40, [4, 4]), (72, 3, 3), [1, 1], part_of_channels),
+        (BFLOAT16, (18, 72, [8, 8]), (136, 3, 3), [1, 1], channels_last),
+        (FLOAT16, (3, 48, [5, 3]), (32, 1, 1), [0, 0], channels_last),
+        (BFLOAT16, (1, 32, [9, 6]), (48, 5, 2), [2, 0], channels_last),
+        (BFLOAT16, (2, 32, [8, 8]), (64, 1, 3), [0, 1], lambda images: shifted(channels_last(images))),
+    ):
+        random = Random()
+        x, weight = (
+            laid_out(random(batch, channels, *size, dtype=dtype)),
+            random(outputs, channels, *kernel, dtype=dtype),
+        )
+        weight = channels_last(weight * 0.1)
+        bias = random(outputs, dtype=dtype) if kernel[0] == kernel[1] else None
+        yield call("conv", x, weight, bias, padding, relu=bias is None)
+        y = of("conv", x, weight, None, padding, relu=False)
+        grad = channels_last(random(*y.shape, dtype=dtype))
+        yield call("conv_input_grad", laid_out(grad), weight, size, padding)
+        if grad.shape[2:] == x.shape[2:] and size[0] & (size[0] - 1) == 0:
+            yield call("conv_weight_grad", grad, x, kernel, padding)
+
+
+def convs_with_batch_norms() -> Iterator[Call]:
+    for dtype, (batch, channels, size), kernel, is_full in (
+        (BFLOAT16, (8, 40, [4, 4]), 3, False),
+        (BFLOAT16, (18, 72, [8, 8]), 3, True),
+        (BFLOAT16, (64, 32, [3, 3]), 1, True),
+    ):
+        random, padding = Random(), [kernel // 2] * 2
+        x, residual, grad, added = (channels_last(random(batch, channels, *size, dtype=dtype)) for _ in range(4))
+        weight = channels_last(random(channels, channels, kernel, kernel, dtype=dtype) * 0.1)
+        of_channels = [random.positive(channels) for _ in range(4)] if is_full else [None] * 4
+        yield call(
+            "conv_batch_norm", x, weight, padding, residual if is_full else None, *of_channels,
+            momentum=0.3, eps=1e-3, relu=is_full,
+        )  # fmt: skip
+        mean, invstd = random(channels), random.positive(channels)
+        for y in (residual, None) if is_full else (None,):
+            yield call(
+                "conv_input_grad_batch_norm_backward", grad, weight, padding, x, y, *of_channels[:2], mean, invstd,
+                relu=is_full, added_grad_y=added if y is not None else None,
+            )  # fmt: skip
+
+
 # Vocabularies
 
 
@@ -431,8 +483,8 @@ def embeddings() -> Iterator[Call]:
 
 
 MAKERS: Sequence[Callable[[], Iterator[Call]]] = (
-    adam, grouped_updates, casts, scalars, hand_out, linears, heads, batch_norms, row_norms, pools, small_convs, losses,
-    embeddings,
+    adam, grouped_updates, casts, scalars, hand_out, linears, heads, batch_norms, row_norms, pools, small_convs, convs,
+    convs_with_batch_norms, losses, embeddings,
 )  # fmt: skip
 
 
