@@ -3,15 +3,14 @@
 relu?(batch_norm(convolution(x, weight)) + residual?)
 batch norm's backward of the gradient of a convolution's input, with the ReLU and the sum before it
 relu?(convolution(x, weight) + bias?)
-the gradients of input and weight, each by a kernel of ours or as it was
+the gradients of input and of weight, each apart
 
 They come after those of batch norm, whose operators they take in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,13 +53,13 @@ class _Backward(NamedTuple):
     def results(self) -> list[fx.Node | None]:
         return [self.of_x, self.of_weight, self.of_bias]
 
-    def by_library(self, builder: Builder, wanted: Sequence[bool]) -> list[fx.Node]:
-        """The wanted gradients as they were computed before, and what stands for the others."""
+    def without(self, builder: Builder, place: int) -> list[fx.Node]:
+        """The gradients that are used, but for one, as they were computed before; anything in the place of others."""
+        wanted = [one is not None and other != place for other, one in enumerate(self.results())]
         if not any(wanted):
             return [self.node] * 3
-        return builder.results(
-            builder.call(aten.convolution_backward.default, self.grad, self.x, self.weight, *self.options, list(wanted))
-        )
+        operands = (self.grad, self.x, self.weight)
+        return builder.results(builder.call(aten.convolution_backward.default, *operands, *self.options, wanted))
 
 
 def forward_with_batch_norm(node: fx.Node) -> Iterator[Match]:
@@ -100,18 +99,36 @@ def forward(node: fx.Node) -> Iterator[Match]:
 
 
 def backward(node: fx.Node) -> Iterator[Match]:
-    """Matches of the backward of a convolution, and of that of the batch norm before it."""
+    """Matches of the gradient of a convolution's input, and of the backward of the batch norm before it.
+
+    The other gradients become an operator of their own.
+    """
     conv = _backward(node)
-    if conv is None:
+    if conv is None or conv.of_x is None:
         return
-    weight_too = [by for by in (True, False) if not by or _has_weight_gradient(conv)]
-    if conv.of_x is not None:
-        for by_us in weight_too:
-            yield from _with_batch_norm_backward(conv, by_us, has_rivals=by_us)
-        for by_us in weight_too:
-            yield _gradients(conv, True, by_us, has_rivals=by_us or len(weight_too) > 1)
-    if True in weight_too:
-        yield _gradients(conv, False, True)
+    yield from _with_batch_norm_backward(conv)
+
+    def build(builder: Builder) -> list[fx.Node]:
+        size = list(conv.x.meta["val"].shape[2:])
+        of_x = builder.call(kitsune.conv_input_grad.default, conv.grad, conv.weight, size, conv.padding)
+        return [of_x, *conv.without(builder, 0)[1:]]
+
+    yield Match.of("convolution backward of inputs", conv.nodes(), conv.results(), build)
+
+
+def weight_gradient(node: fx.Node) -> Iterator[Match]:
+    """Matches of the gradient of a convolution's weight; the others become an operator of their own."""
+    conv = _backward(node)
+    if conv is None or conv.of_weight is None or conv.weight.meta["val"].shape[3] not in WEIGHT_GRAD_KERNELS:
+        return
+
+    def build(builder: Builder) -> list[fx.Node]:
+        kernel = list(conv.weight.meta["val"].shape[2:])
+        of_weight = builder.call(kitsune.conv_weight_grad.default, conv.grad, conv.x, kernel, conv.padding)
+        of_x, _, of_bias = conv.without(builder, 1)
+        return [of_x, of_weight, of_bias]
+
+    yield Match.of("convolution backward of weights", conv.nodes(), conv.results(), build)
 
 
 def _backward(node: fx.Node) -> _Backward | None:
@@ -123,7 +140,7 @@ def _backward(node: fx.Node) -> _Backward | None:
     return _Backward(node, grad, x, weight, options[2], tuple(options), *_results(node, 3))
 
 
-def _with_batch_norm_backward(conv: _Backward, weight_by_us: bool, *, has_rivals: bool) -> Iterator[Match]:
+def _with_batch_norm_backward(conv: _Backward) -> Iterator[Match]:
     users = [] if conv.of_x is None else list(conv.of_x.users)
     if len(users) != 1 or not is_taken_apart(users[0]):
         return
@@ -148,52 +165,17 @@ def _with_batch_norm_backward(conv: _Backward, weight_by_us: bool, *, has_rivals
                 relu=relu, added_grad_y=other,
             )
         )  # fmt: skip
-        _, of_weight, of_bias = _others(conv, builder, False, weight_by_us)
-        return [of_weight, of_bias, *(one for one, place in zip(made, places, strict=True) if place is not None)]
+        return [
+            *conv.without(builder, 0)[1:],
+            *(one for one, place in zip(made, places, strict=True) if place is not None),
+        ]
 
     results = [conv.of_weight, conv.of_bias, *_results(norm, len([one for one in places if one is not None]))]
     name = "convolution backward + " + " + ".join(
         [*(["add"] if other is not None else []), *(["relu"] if relu else []), "batch norm backward"]
     )
     nodes = [*conv.nodes(), norm, *norm.users]
-    yield Match.of(_named(name, weight_by_us), nodes, results, build, has_rivals=has_rivals)
-
-
-def _gradients(conv: _Backward, input_by_us: bool, weight_by_us: bool, *, has_rivals: bool = False) -> Match:
-    name = "convolution backward" if input_by_us else "convolution backward of weights"
-    build: Callable[[Builder], list[fx.Node]] = partial(_build_gradients, conv, input_by_us, weight_by_us)
-    named = _named(name, weight_by_us) if input_by_us else name
-    return Match.of(named, conv.nodes(), conv.results(), build, has_rivals=has_rivals)
-
-
-def _named(name: str, weight_by_us: bool) -> str:
-    return name if weight_by_us else f"{name}, weights apart"
-
-
-def _build_gradients(conv: _Backward, input_by_us: bool, weight_by_us: bool, builder: Builder) -> list[fx.Node]:
-    of_x, of_weight, of_bias = _others(conv, builder, not input_by_us, weight_by_us)
-    if input_by_us:
-        size = list(conv.x.meta["val"].shape[2:])
-        of_x = builder.call(kitsune.conv_input_grad.default, conv.grad, conv.weight, size, conv.padding)
-    return [of_x, of_weight, of_bias]
-
-
-def _others(conv: _Backward, builder: Builder, input_too: bool, weight_by_us: bool) -> list[fx.Node]:
-    """The gradients that are used, but for the input's unless it is wanted `input_too`."""
-    by_library = [
-        input_too and conv.of_x is not None,
-        not weight_by_us and conv.of_weight is not None,
-        conv.of_bias is not None,
-    ]
-    of_x, of_weight, of_bias = conv.by_library(builder, by_library)
-    if weight_by_us:
-        kernel = list(conv.weight.meta["val"].shape[2:])
-        of_weight = builder.call(kitsune.conv_weight_grad.default, conv.grad, conv.x, kernel, conv.padding)
-    return [of_x, of_weight, of_bias]
-
-
-def _has_weight_gradient(conv: _Backward) -> bool:
-    return conv.of_weight is not None and conv.weight.meta["val"].shape[3] in WEIGHT_GRAD_KERNELS
+    yield Match.of(name, nodes, results, build)
 
 
 def _results(node: fx.Node, count: int) -> list[fx.Node | None]:

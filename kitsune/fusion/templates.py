@@ -30,6 +30,7 @@ OF_LAYERS: tuple[Template, ...] = (
     conv.forward_with_batch_norm,
     conv.forward,
     conv.backward,
+    conv.weight_gradient,  # which the one before may have left by itself
     padding.forward,  # of what no kernel of ours takes
     padding.weight_gradient,
     head.forward_and_backward,  # it takes the last linear layer with it

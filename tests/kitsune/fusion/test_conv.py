@@ -20,7 +20,8 @@ aten, kitsune = torch.ops.aten, torch.ops.kitsune
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 TEMPLATES = (
-    batch_norm.forward, batch_norm.backward, conv.forward_with_batch_norm, conv.forward, conv.backward
+    batch_norm.forward, batch_norm.backward, conv.forward_with_batch_norm, conv.forward, conv.backward,
+    conv.weight_gradient,
 )  # fmt: skip
 
 
