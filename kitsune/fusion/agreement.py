@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from kitsune.fusion.examples import examples
 from kitsune.fusion.match import Alone
 from kitsune.graph import dataflow
+from kitsune.graph.values import mode_of
 
 # Both round differently. Of the norm of a difference, relative to that of the result: a rounding of the lowest
 # precision costs a quarter of its epsilon, and the order of a sum matters to float32.
@@ -78,6 +79,8 @@ def agree(alone: Alone, device: torch.device) -> bool:
     judged = [is_single or dtype in (torch.float32, torch.float64) for dtype in dtypes]
     if is_close and not any(judged):
         return True
+    if not _takes_float64(alone.before):
+        return is_close and (not is_single or _are_alike(before, after))
     try:
         exact = outcome(partial(_in_float64, alone.before))
     except (RuntimeError, TypeError, ValueError) as error:
@@ -99,6 +102,19 @@ def _as_it_is(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> _Run:
 def _in_float64(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> _Run:
     wide = _widened(inputs)
     return _InFloat64(module).run(*wide), wide
+
+
+def _takes_float64(module: fx.GraphModule) -> bool:
+    """Whether the checks of all operators take it. It asks fake tensors: a library may search for long how to compute
+    large operators, only for a later one to refuse."""
+    with mode_of(module.graph), torch.no_grad():
+        try:
+            _InFloat64(module).run(*_widened([node.meta["val"] for node in dataflow.placeholders(module.graph)]))
+        except (NotImplementedError, TypeError, ValueError):
+            return False
+        except RuntimeError:  # what depends on values, or has no fake
+            return True
+    return True
 
 
 class _InFloat64(fx.Interpreter):

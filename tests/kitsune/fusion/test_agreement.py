@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitsune.capture.trace import trace
 from kitsune.fusion import agreement
 from kitsune.fusion.agreement import agree
 from kitsune.fusion.examples import examples
 from kitsune.fusion.match import Alone
-from kitsune.kernels import adam, head, vocabulary  # noqa: F401 - define the operators
+from kitsune.kernels import adam, batch_norm, head, vocabulary  # noqa: F401 - define the operators
 from tests.kitsune.fusion.running import parts
 
 aten, kitsune = torch.ops.aten, torch.ops.kitsune
@@ -113,6 +116,32 @@ def counting_alone(x: Tensor, total: Tensor) -> list[Tensor]:
 def test_so_may_what_it_writes() -> None:
     given = torch.zeros(4, 1024), torch.zeros(4, 4)
     assert agree(parts(counting, counting_alone, *given), CPU)
+
+
+class Convolutions(TorchDispatchMode):
+    """Notes the types of what is convolved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.convolution.default and not isinstance(args[0], FakeTensor):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_in_float64_that_a_later_operator_does_not_take() -> None:
+    def normalized(x: Tensor, weight: Tensor) -> list[Tensor]:
+        made = aten.convolution.default(x, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        options = {"momentum": 0.1, "eps": 1e-5, "relu": True}
+        return list(kitsune.batch_norm.default(made, None, None, None, None, None, **options))
+
+    given = torch.zeros(2, 3, 8, 8, dtype=torch.bfloat16), torch.zeros(4, 3, 3, 3, dtype=torch.bfloat16)
+    with Convolutions() as seen:
+        assert agree(parts(normalized, normalized, *given), CPU)
+        assert not agree(parts(normalized, lambda *inputs: [one * 1.1 for one in normalized(*inputs)], *given), CPU)
+    assert set(seen.dtypes) == {torch.bfloat16}
 
 
 def test_examples_are_valid_and_repeat() -> None:
