@@ -51,10 +51,12 @@ def refuse_bulk_copies(device: torch.device) -> Refusal | None:
 
     On the CPU operators are their references.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0):
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0):
         return None
     name = torch.cuda.get_device_name(device)
-    return Refusal(f"bulk copies need compute capability 9.0: {name} is older")
+    return Refusal(f"bulk copies need NVIDIA's compute capability 9.0 or later: {name} has none")
 
 
 def _refuse_launchers(purpose: str) -> Refusal | None:

@@ -67,11 +67,12 @@ def forward_with_batch_norm(node: fx.Node) -> Iterator[Match]:
     if not calls(node, kitsune.batch_norm.default) or not is_taken_apart(node):
         return
     conv, residual, *of_norm, momentum, eps, relu, counters = arguments(node)
-    if counters is not None or not calls(conv, aten.convolution.default) or not _fits(conv, arguments(conv)[3:]):
+    if counters is not None or not calls(conv, aten.convolution.default):
         return
-    x, weight, bias, _, padding, *_ = arguments(conv)
-    if bias is not None or residual is conv:
+    x, weight, bias, *options = arguments(conv)
+    if not _fits(x, options) or bias is not None or residual is conv:
         return
+    padding = options[1]
 
     def build(builder: Builder) -> list[fx.Node]:
         made = builder.call(
@@ -86,9 +87,12 @@ def forward_with_batch_norm(node: fx.Node) -> Iterator[Match]:
 
 def forward(node: fx.Node) -> Iterator[Match]:
     """Matches of a convolution and the ReLU after it."""
-    if not calls(node, aten.convolution.default) or not _fits(node, arguments(node)[3:]):
+    if not calls(node, aten.convolution.default):
         return
-    x, weight, bias, _, padding, *_ = arguments(node)
+    x, weight, bias, *options = arguments(node)
+    if not _fits(x, options):
+        return
+    padding = options[1]
     for relu in dict.fromkeys((only_user(node, aten.relu.default), None)):
 
         def build(builder: Builder, relu: fx.Node | None = relu) -> list[fx.Node]:
@@ -119,7 +123,9 @@ def backward(node: fx.Node) -> Iterator[Match]:
 def weight_gradient(node: fx.Node) -> Iterator[Match]:
     """Matches of the gradient of a convolution's weight; the others become an operator of their own."""
     conv = _backward(node)
-    if conv is None or conv.of_weight is None or conv.weight.meta["val"].shape[3] not in WEIGHT_GRAD_KERNELS:
+    if conv is None or conv.of_weight is None or not _fits(conv.x, conv.options[1:]):
+        return
+    if conv.weight.meta["val"].shape[3] not in WEIGHT_GRAD_KERNELS:
         return
 
     def build(builder: Builder) -> list[fx.Node]:
@@ -185,7 +191,7 @@ def _results(node: fx.Node, count: int) -> list[fx.Node | None]:
 
 
 def _fits(images: fx.Node, options: Sequence[Any]) -> bool:
-    """Whether it is a convolution of a kind that the kernels take.
+    """Whether it is a convolution of a kind that the kernels take, and has many channels to fetch of `images`.
 
     Args:
         options: stride, padding, dilation, whether it is transposed, output padding, groups.

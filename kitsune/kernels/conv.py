@@ -9,7 +9,8 @@ Products are added up in float32, and results are rounded once, as a library's c
 A convolution is a matrix product over the taps of its kernel, whose patches are gathered while they are multiplied and
 never stored (implicit GEMM; Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014). On CUDA tiles are
 fetched by the bulk copy engine, which puts zeros where the padding is; that takes compute capability 9.0, as
-`kitsune.device.refuse_bulk_copies` says. Zeros of the padding count as factors: times an infinite weight they give NaN.
+`kitsune.device.refuse_bulk_copies` says. Zeros of the padding count as factors: times an infinite weight they give NaN;
+where channels fill no multiple of 64, so do zeros in the place of further ones, anywhere.
 
 Images are (N, C, H, W), weights (O, C, kh, kw), both channels last, in bfloat16 or float16, their numbers of channels
 multiples of 8. What belongs to channels of a batch norm is float32.
@@ -33,6 +34,8 @@ from kitsune.kernels.images import check_images, dense, windows
 DTYPES = (torch.bfloat16, torch.float16)
 CHANNELS_MULTIPLE = 8
 """Of elements: the bulk copy engine takes rows of 16 bytes and their multiples."""
+
+_MOST_PIXELS = 2**30  # of a batch in one channel: the kernels number them in 32 bits
 
 WEIGHT_GRAD_KERNELS = (1, 3)
 """Widths of kernels for which there is a gradient of the weight."""
@@ -58,7 +61,9 @@ def cut_images(source: Tensor, size: Sequence[int], kernel: Sequence[int], paddi
     """What is cut into tiles of a result of `size`: all pixels are one row where no tap lies beside another."""
     num_images, (height, width) = source.shape[0], size
     is_flat = (*kernel, *padding) == (1, 1, 0, 0) and source.is_contiguous(memory_format=torch.channels_last)
-    return Images(1, (1, num_images * height * width)) if is_flat else Images(num_images, (height, width))
+    if is_flat:
+        return Images(1, (1, num_images * height * width), is_row=True)
+    return Images(num_images, (height, width))
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], *, relu: bool) -> Tensor:
@@ -226,6 +231,8 @@ def _shape(x: Sequence[int], weight: Sequence[int], padding: Sequence[int]) -> l
             f"got {list(weight)} for {list(x)}, padded by {list(padding)}"
         )
     sizes = windows(x[2:], weight[2:], (1, 1), padding)
+    if x[0] * max(math.prod(x[2:]), math.prod(sizes)) > _MOST_PIXELS:
+        raise ValueError(f"conv takes 2**30 pixels: got {list(x)}, which gives {sizes}")
     if min(sizes) < 1:
         raise ValueError(f"no kernel of {list(weight[2:])} padded by {list(padding)} fits into images of {list(x[2:])}")
     return [x[0], weight[0], *sizes]

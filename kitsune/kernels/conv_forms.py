@@ -57,10 +57,15 @@ _GRAD_TILES = ((128, 64, 64, 4, 3), (64, 64, 128, 4, 3), (64, 64, 64, 4, 4))
 
 
 class Images(NamedTuple):
-    """How many images are cut into tiles, and their height and width."""
+    """How many images are cut into tiles, and their height and width.
+
+    Attributes:
+        is_row: whether it is a row of all pixels of other images.
+    """
 
     num: int
     size: tuple[int, int]
+    is_row: bool = False
 
 
 @cache

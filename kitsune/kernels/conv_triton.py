@@ -180,12 +180,12 @@ class _Operand(NamedTuple):
 
     @classmethod
     def of(cls, images: Tensor, cut: Images) -> _Operand:
-        """Dense images are one row of pixels, where that is what is `cut`."""
+        """All pixels of dense images are one row, where that is what is `cut`."""
         _bring_context(images.device)
         if images.data_ptr() % _ALIGNMENT_BYTES:
             images = images.clone()  # with the same strides, at an address of the allocator's
         channels, order = images.shape[1], (0, 2, 3, 1)
-        if cut.num * cut.size[0] == 1 and images.is_contiguous(memory_format=torch.channels_last):
+        if cut.is_row:
             shape = [1, 1, images.numel() // channels, channels]
             return cls(images, shape, [CHANNELS_MULTIPLE, CHANNELS_MULTIPLE, channels, 1])
         # The stride of a dimension of one place may be anything, and the engine takes no other than multiples.
@@ -229,8 +229,11 @@ class _Geometry(NamedTuple):
         return cls(cut, source.shape[1], result.shape[1], kernel, pads, key, result.device)
 
     def choose(self, name: str, run: Callable[[Form], None], *, exact: bool) -> Form:
-        found = forms(self.cut, self.num_channels, _num_processors(self.device), exact)
-        return choose(f"{name} {self.key}", found, run, self.device)
+        every, found = (
+            forms(self.cut, self.num_channels, _num_processors(self.device), only) for only in (False, exact)
+        )
+        key = f"{name} {self.key}" if found == every else f"{name} exact {self.key}"
+        return choose(key, found, run, self.device)
 
     def tile_of(self, form: Form) -> Tile:
         found = tiling(self.cut, form.pixels, exact=False)
@@ -294,9 +297,10 @@ class _Geometry(NamedTuple):
 
 def _bring_context(device: torch.device) -> None:
     """Descriptors are made by the driver, which has no context on a thread that has not asked anything of CUDA yet."""
-    if device.type == "cuda" and getattr(_of_thread, "device", None) != device:
+    known = _of_thread.__dict__.setdefault("devices", set())
+    if device.type == "cuda" and device not in known:
         torch.cuda.mem_get_info(device)
-        _of_thread.device = device
+        known.add(device)
 
 
 @cache

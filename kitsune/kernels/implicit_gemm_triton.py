@@ -351,5 +351,5 @@ def add_parts(result: tl.tensor, parts: tl.tensor, num_parts: tl.tensor, size: t
     mask = at < size
     total = tl.load(parts + at, mask, other=0.0)
     for part in tl.range(1, num_parts, loop_unroll_factor=4):
-        total += tl.load(parts + part.to(tl.int64) * size + at, mask, other=0.0)
+        total += tl.load(parts + tl.cast(part, tl.int64) * size + at, mask, other=0.0)
     tl.store(result + at, total.to(result.dtype.element_ty), mask)

@@ -15,6 +15,7 @@ from kitsune.device import refuse_bulk_copies
 from kitsune.kernels import conv as operators
 from kitsune.kernels.conv_forms import (
     Form,
+    GradForm,
     Images,
     Tile,
     forms,
@@ -71,6 +72,8 @@ CASES = [
     Case((1, 32, 9, 6), 48, (5, 2), (2, 0)),
     Case((2, 32, 3, 3), 32, (1, 1), (1, 2)),
     Case((3, 48, 5, 3), 32, (1, 1), (0, 0)),
+    Case((1, 32, 3, 8), 32, (3, 3), (0, 1)),  # of one image one row
+    Case((1, 32, 1, 8), 32, (1, 1), (1, 0)),
 ]
 FILLED = [SQUARE, SMALL, POINTS]
 """Those with tiles that fill the images, of pixels that follow one another."""
@@ -249,6 +252,47 @@ def test_many_tiles_are_merged(machine: Machine, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(save_mean.double().cpu(), exact.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
     invstd = (exact.var((0, 2, 3), unbiased=False) + EPS).rsqrt()
     torch.testing.assert_close(save_invstd.double().cpu(), invstd, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_one_row(machine: Machine) -> None:
+    data = Data(Case((1, 32, 3, 64), 32, (3, 3), (0, 1)), torch.bfloat16, machine.device)
+    weight, bias, mean, var = data.of_channels
+    conv, _, save_mean, _ = machine.conv_batch_norm(
+        data.x, data.weight, data.padding, None, weight, bias, mean, var, momentum=MOMENTUM, eps=EPS, relu=False
+    )
+    assert_rounded(machine, conv, data.exact()[0])
+    torch.testing.assert_close(save_mean.double().cpu(), conv.double().cpu().mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+def test_weight_gradients_of_several_parts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not machine.is_reference:
+        forms_of_parts = (GradForm(64, 64, 64, 4, 3, parts=3),)
+        monkeypatch.setattr(machine.launches, "grad_forms", lambda *_: forms_of_parts)
+    data = Data(Case((7, 40, 8, 8), 72), torch.bfloat16, machine.device)
+    found = machine.conv_weight_grad(data.grad, data.x, data.kernel, data.padding)
+    assert_rounded(machine, found, data.exact()[2])
+
+
+def test_forms_that_fill_images_are_chosen_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kitsune.kernels import conv_triton
+
+    keys = []
+
+    def choose(key: str, forms: tuple[Form, ...], run: object, device: torch.device) -> Form:
+        keys.append((key, forms))
+        return forms[0]
+
+    monkeypatch.setattr(conv_triton, "choose", choose)
+    monkeypatch.setattr(conv_triton, "_num_processors", lambda _: 132)
+    for size in ((8, 8), (32, 32)):
+        x = channels_last(torch.zeros(5, 256, *size, dtype=torch.bfloat16))
+        weight = channels_last(torch.zeros(256, 256, 3, 3, dtype=torch.bfloat16))
+        geometry = conv_triton._Geometry.of(x, x, weight, [1, 1])
+        for exact in (False, True):
+            geometry.choose("conv", lambda _: None, exact=exact)
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] != keys[1][1]
+    assert keys[2] == keys[3]
 
 
 def test_parts_of_channels_and_addresses_off_the_grid(machine: Machine) -> None:
