@@ -110,7 +110,7 @@ def kernels() -> ModuleType:
     return interpreted(*MODULES)
 
 
-@pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["interpreted", "reference", pytest.param("cuda", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     if request.param == "cuda":
         refusal = refuse_bulk_copies(torch.device("cuda"))
