@@ -42,7 +42,7 @@ def _gradient_tile(
     at = addresses(a[0], start, channels, num_channels, spatial, channels_last, block_rows)
     centered_a = tl.load(at, valid, other=0.0).to(tl.float32) - values_a[0][None, :]
     centered_b = centered_a
-    if b is not None:
+    if b[0] is not None:
         at = addresses(b[0], start, channels, num_channels, spatial, channels_last, block_rows)
         centered_b = tl.load(at, valid, other=0.0).to(tl.float32) - values_b[0][None, :]
     if relu:
@@ -51,7 +51,7 @@ def _gradient_tile(
             result = tl.load(at, valid, other=0.0).to(tl.float32)
         else:
             result = normalized(centered_a, values_a)
-            if b is not None:
+            if b[0] is not None:
                 result += normalized(centered_b, values_b)
             result = result.to(a[0].dtype.element_ty).to(tl.float32)  # as it was stored
         grad = tl.where(result <= 0, 0.0, grad)
@@ -94,7 +94,7 @@ def _sums(
         )  # fmt: skip
         sums += grad
         sums_a += grad * centered_a
-        if b is not None:
+        if b[0] is not None:
             sums_b += grad * centered_b
         if kept is not None:
             at = addresses(kept, start, channels, num_channels, spatial, channels_last, block_rows)
@@ -155,7 +155,7 @@ def _store_gradients(
         result = (grad - mean_grad[None, :] - centered_a * slope_a[None, :]) * scale_a[None, :]
         at = addresses(grads_a[0], start, channels, num_channels, spatial, channels_last, block_rows)
         tl.store(at, result.to(grads_a[0].dtype.element_ty), valid)
-        if b is not None:
+        if b[0] is not None:
             result = (grad - mean_grad[None, :] - centered_b * slope_b[None, :]) * scale_b[None, :]
             at = addresses(grads_b[0], start, channels, num_channels, spatial, channels_last, block_rows)
             tl.store(at, result.to(grads_b[0].dtype.element_ty), valid)
@@ -165,7 +165,7 @@ def _store_gradients(
 def all_sums(
     partials: tl.tensor,
     num_partials: tl.tensor,
-    b: tl.tuple,
+    is_joined: tl.constexpr,
     channels: tl.tensor,
     num_channels: tl.tensor,
     block_partials: tl.constexpr,
@@ -181,7 +181,7 @@ def all_sums(
         at = partials + parts[:, None] * num_channels + channels[None, :]
         sums += tl.load(at, mask, other=0.0, cache_modifier=".cg")
         sums_a += tl.load(at + stride, mask, other=0.0, cache_modifier=".cg")
-        if b is not None:
+        if is_joined:
             sums_b += tl.load(at + 2 * stride, mask, other=0.0, cache_modifier=".cg")
     return tl.sum(sums, 0), tl.sum(sums_a, 0), tl.sum(sums_b, 0)
 
@@ -217,7 +217,7 @@ def partial_sums(
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     values_a = known_values(a, channels, num_channels, block_channels)
     values_b = values_a
-    if b is not None:
+    if b[0] is not None:
         values_b = known_values(b, channels, num_channels, block_channels)
     sums, sums_a, sums_b = _sums(
         grad_y, added, y, kept, a, values_a, b, values_b,
@@ -228,14 +228,14 @@ def partial_sums(
     stride = num_partials * num_channels
     tl.store(at, sums, mask)
     tl.store(at + stride, sums_a, mask)
-    if b is not None:
+    if b[0] is not None:
         tl.store(at + 2 * stride, sums_b, mask)
     if is_last(counters + tl.program_id(1), num_partials):
         grad_bias, of_a, of_b = all_sums(
-            partials, num_partials, b, channels, num_channels, block_partials, block_channels
+            partials, num_partials, b[0] is not None, channels, num_channels, block_partials, block_channels
         )
         store_of_channels(grads_a, of_a * values_a[1], grad_bias, channels, num_channels)
-        if b is not None:
+        if b[0] is not None:
             store_of_channels(grads_b, of_b * values_b[1], grad_bias, channels, num_channels)
 
 
@@ -267,7 +267,7 @@ def apply_gradients(
     grad_bias = tl.load(grads_a[2] + channels, mask, other=0.0)
     values_b = values_a
     grad_weight_b = grad_weight_a
-    if b is not None:
+    if b[0] is not None:
         values_b = known_values(b, channels, num_channels, block_channels)
         grad_weight_b = tl.load(grads_b[1] + channels, mask, other=0.0)
     _store_gradients(
@@ -300,7 +300,7 @@ def backward_in_one(
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     values_a = known_values(a, channels, num_channels, block_channels)
     values_b = values_a
-    if b is not None:
+    if b[0] is not None:
         values_b = known_values(b, channels, num_channels, block_channels)
     grad_bias, sums_a, sums_b = _sums(
         grad_y, added, y, None, a, values_a, b, values_b,
@@ -309,7 +309,7 @@ def backward_in_one(
     grad_weight_a = sums_a * values_a[1]
     grad_weight_b = sums_b * values_b[1]
     store_of_channels(grads_a, grad_weight_a, grad_bias, channels, num_channels)
-    if b is not None:
+    if b[0] is not None:
         store_of_channels(grads_b, grad_weight_b, grad_bias, channels, num_channels)
     _store_gradients(
         grad_y, added, y, grad_residual,

@@ -239,7 +239,7 @@ def partial_statistics(
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     mask = channels < num_channels
     branch = tl.program_id(2)
-    if b is None:
+    if b[0] is None:
         mean, m2 = _statistics(
             a[0], begin, end, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
         )
@@ -259,7 +259,7 @@ def partial_statistics(
     tl.store(partials + (part + num_partials) * num_channels + channels, m2, mask)
     if is_last(counters + branch * tl.num_programs(1) + tl.program_id(1), num_partials):
         of_all, m2_of_all = merged(partials, num_partials, rows, rows_a_partial, channels, num_channels, block_partials)
-        if b is None:
+        if b[0] is None:
             finished(a, training_a, of_all, m2_of_all, rows, channels, num_channels)
         else:
             if branch == 0:
@@ -297,7 +297,7 @@ def _store_results(
         if residual is not None:
             at = addresses(residual, start, channels, num_channels, spatial, channels_last, block_rows)
             result += tl.load(at, valid, other=0.0).to(tl.float32)
-        if b is not None:
+        if b[0] is not None:
             at = addresses(b[0], start, channels, num_channels, spatial, channels_last, block_rows)
             result += normalized(tl.load(at, valid, other=0.0).to(tl.float32) - values_b[0][None, :], values_b)
         if relu:
@@ -328,7 +328,7 @@ def apply(
     channels = tl.program_id(1) * block_channels + tl.arange(0, block_channels)
     values_a = known_values(a, channels, num_channels, block_channels)
     values_b = values_a
-    if b is not None:
+    if b[0] is not None:
         values_b = known_values(b, channels, num_channels, block_channels)
     _store_results(
         y, residual, a, values_a, b, values_b,
@@ -362,7 +362,7 @@ def forward_in_one(
     invstd = finished(a, training_a, mean, m2, rows, channels, num_channels)
     values_a = values_of(a, mean, invstd, channels, num_channels, block_channels)
     values_b = values_a
-    if b is not None:
+    if b[0] is not None:
         mean, m2 = _statistics(
             b[0], begin, rows, channels, num_channels, spatial, channels_last, block_rows, block_channels, loads_ahead
         )

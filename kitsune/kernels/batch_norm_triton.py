@@ -193,10 +193,18 @@ def _choose_tile(name: str, layout: Layout, run: Callable[[Form], None], x: Tens
     return choose(f"{name} {x.dtype} {layout}", tuple(dict.fromkeys(tiles)), run, x.device)
 
 
+def _or_none(values: Norm | Gradients | None) -> tuple[Tensor | None, ...]:
+    """An argument of a kernel, which asks whether its first value is None.
+
+    In Triton 3.6 it cannot ask whether a tuple is None if one of its values may be.
+    """
+    return (None,) if values is None else tuple(values)
+
+
 def _apply(form: Form, layout: Layout, y: Tensor, residual: Tensor | None, a: Norm, b: Norm | None, relu: bool) -> None:
-    parts, of_b = split(form, layout), None if b is None else tuple(b)
+    parts = split(form, layout)
     apply[(parts.num_row_programs, triton.cdiv(layout.channels, form.block_channels))](
-        y, residual, tuple(a), of_b,
+        y, residual, tuple(a), _or_none(b),
         layout.rows, layout.channels, layout.spatial, parts.rows_a_program, relu=relu, **_tile(form, layout),
     )  # fmt: skip
 
@@ -212,9 +220,9 @@ def _apply_gradients(
     grads_b: Gradients | None,
     relu: bool,
 ) -> None:
-    parts, of_b = split(form, layout), (None, None) if b is None or grads_b is None else (tuple(b), tuple(grads_b))
+    parts = split(form, layout)
     apply_gradients[(parts.num_row_programs, triton.cdiv(layout.channels, form.block_channels))](
-        grad, y, tuple(a), tuple(grads_a), *of_b,
+        grad, y, tuple(a), tuple(grads_a), _or_none(b), _or_none(grads_b),
         layout.rows, layout.channels, layout.spatial, parts.rows_a_program, relu=relu, **_tile(form, layout),
     )  # fmt: skip
 
@@ -231,7 +239,7 @@ def _forward(
 ) -> None:
     layout = layout_of(a.x)
     matrix = (layout.rows, layout.channels, layout.spatial)
-    of_a, of_b = tuple(a), None if b is None else tuple(b)
+    of_a, of_b = tuple(a), _or_none(b)
     branches = 1 if b is None else 2
 
     def run(form: Form, training_a: Training, training_b: Training | None, counters: Tensor | None) -> None:
@@ -276,8 +284,7 @@ def _backward(
 ) -> None:
     layout = layout_of(a.x)
     matrix = (layout.rows, layout.channels, layout.spatial)
-    of_a, of_b = tuple(a), None if b is None else tuple(b)
-    pairs = of_a, tuple(grads_a), of_b, None if grads_b is None else tuple(grads_b)
+    pairs = tuple(a), tuple(grads_a), _or_none(b), _or_none(grads_b)
     # The gradient of the residual is masked already: neither a second gradient nor `y` need be read again. Without
     # one, a sum of gradients waits where that of `a` will be.
     kept = grads_a.x if grad_residual is None and added is not None else grad_residual

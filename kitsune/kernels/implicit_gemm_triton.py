@@ -140,7 +140,7 @@ def merge_sums(
     """The gradients of a norm's weight and bias, of the sums of all tiles, for a block of channels."""
     await_previous()
     channels = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    sums, products, _ = all_sums(partials, num_tiles, None, channels, num_channels, block_partials, block_channels)
+    sums, products, _ = all_sums(partials, num_tiles, False, channels, num_channels, block_partials, block_channels)
     invstd = tl.load(save_invstd + channels, channels < num_channels, other=0.0)
     store_of_channels(grads, products * invstd, sums, channels, num_channels)
 

@@ -51,11 +51,13 @@ def _frozen(_untimed_guards: None) -> Iterator[None]:
 def _collected(_frozen: None) -> Iterator[None]:
     """Optimizers of one test that wait for the collector would take their hooks away in the middle of another.
 
-    What Dynamo keeps of each capture is set aside, or every collection would take longer than the one before.
+    What Dynamo keeps of each capture is set aside, or every collection would take longer than the one before. What was
+    compiled for them ends, too: meanwhile the next test would time nothing.
     """
     yield
     gc.collect()
     gc.freeze()
+    wait_until_quiet()
 
 
 @pytest.fixture(params=["in order", "static memory", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 import kitsune
 import models
+from kitsune.background import wait_until_quiet
 from kitsune.capture.trace import trace
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
@@ -328,6 +329,7 @@ def settle(step: kitsune.TrainStep, x: Tensor, y: Tensor) -> None:
     replayed = 0
     for _ in range(2000):
         step(x, y)
+        wait_until_quiet()
         replayed = replayed + 1 if step.status().mode == "replay" else 0
         if replayed == 20:
             return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kitsune
+from kitsune.background import wait_until_quiet
 from kitsune.loop import contest, fusing
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.test_fusion import Judge, always
@@ -149,12 +150,15 @@ def test_fused_it_trains_as_without_kitsune(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", list(ZOO))
 def test_on_a_gpu_it_trains_or_steps_aside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it has been chosen how, fusion included, a step does what eager's does."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     eager, run = Run(name, "eager", "cuda"), Run(name, "train_step", "cuda", enable_fusion=True)
-    run.train(300)
+    for _ in range(30):
+        run.train(20)
+        wait_until_quiet()
     status = run.status()
     assert status.mode == "replay" or (name in REASONS and REASONS[name] in status.refusals[0]), status
     assert_one_step_alike(run, eager)
