@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kitsune.capture.watch import is_profiled
 from kitsune.config import Config, option_names
 from kitsune.errors import ConfigError
 from kitsune.fallback import RefusalLog
@@ -110,10 +111,10 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._begin()
         usual = getattr(self._wrapped.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-        if not (set_to_none and usual):
+        if not (set_to_none and usual) or is_profiled():
             self._wrapped.zero_grad(set_to_none)
             return
-        # torch tells a profiler of it first, which takes several times as long.
+        # torch asks first whether a profiler wants to know, which takes several times as long.
         for group in self._wrapped.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -2,7 +2,8 @@
 
 This is the only module that touches `torch._dynamo`. `torch.compile` with a backend of one's own
 is public. What is not: exceptions that tell the line that could not be captured, the switch that
-guards hooks, the switches that keep numbers drawn on the host from being frozen, and the guards.
+guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which
+functions a call runs, and that it asks whether it is being compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -23,19 +24,26 @@ import torch
 from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 
+from kitsune.capture.called import called_facts
 from kitsune.capture.reads import reads_of
+from kitsune.capture.sole import sole_capture
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
+from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
-_capturing = threading.RLock()
-"""What is patched for a capture would be restored in another order by captures in several threads. None waits for
-another one: its call may be waiting for the other's, in a collective operation."""
+_LIBRARIES = frozenset({"kitsune", "torch", "torchvision", "torchaudio", "transformers", "accelerate"})
+"""What these compute does not depend on whether they are being compiled, though they ask."""
+
+_Called = dict[tuple[types.FunctionType, "type | None"], None]
+"""The functions that a call runs, each with the class of which it may be a method, in the order of their use."""
 
 _CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
 
@@ -89,6 +97,8 @@ class GuardedFunction:
         self._direct: _Direct | None = None
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
+        self._called = facts_type()([])
+        self._called_facts: tuple[Fact, ...] = ()
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
         self._compiled = torch.compile(
@@ -103,16 +113,23 @@ class GuardedFunction:
                 function has not run.
         """
         self._thread.ran = False
+        if not self._called.hold():
+            self.stale = True
+            raise RefusedError(_CHANGED, passing=True)
         try:
             if self._direct is not None and self._direct.fits(args):
                 result = self._direct.run(*args)
             elif self._graph is not None:
-                result = self._compiled(*args)
+                with sole_capture():  # what Dynamo has compiled refuses to run while anything is traced
+                    result = self._compiled(*args)
                 if not self._is_direct_sought:
                     self._is_direct_sought, self._direct = True, _Direct.of(self._function)
             else:
-                with _strict_capture():
+                with _strict_capture() as called:
                     result = self._compiled(*args)
+                found = [fact for function, owner in called for fact in called_facts(function, owner)]
+                self._called_facts = tuple({(fact.kind, id(fact.subject), fact.key): fact for fact in found}.values())
+                self._called = facts_type()(self._called_facts)
         except exc.FailOnRecompileLimitHit as error:
             self.stale = True
             raise RefusedError(_CHANGED, passing=True) from error
@@ -127,7 +144,10 @@ class GuardedFunction:
 
         None where calls do more than to run the graph and to return its result, or where that cannot be told.
         """
-        return None if self._direct is None else self._direct.repetition(args, kwargs)
+        repetition = None if self._direct is None else self._direct.repetition(args, kwargs)
+        if repetition is None:
+            return None
+        return replace(repetition, facts=(*repetition.facts, *self._called_facts))
 
     def _on_call(self, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
         self._thread.ran = True
@@ -244,8 +264,11 @@ def dynamo_facts() -> list[Fact]:
 
 
 @contextmanager
-def _strict_capture() -> Iterator[None]:
+def _strict_capture() -> Iterator[_Called]:
     """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead.
+
+    Refused is also a model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch.
+    What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
@@ -264,13 +287,53 @@ def _strict_capture() -> Iterator[None]:
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
-    if not _capturing.acquire(blocking=False):
-        raise RefusedError(Refusal("another thread is in the midst of a capture"), passing=True)
-    try:
-        with switches, generators, metrics:
-            yield
-    finally:
-        _capturing.release()
+    questions = mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question())
+    called: _Called = {}
+    inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
+    with sole_capture(), switches, generators, metrics, questions, inlining:
+        yield called
+
+
+def _noting(called: _Called) -> Any:
+    """What Dynamo calls to look into a function, but that it is noted down."""
+    inline: Callable[..., Any] = InliningInstructionTranslator.inline_call
+
+    def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
+        try:
+            called[function.get_function(), _owner(getattr(function, "obj", None) or (args[0] if args else None))] = (
+                None
+            )
+        except NotImplementedError:  # made by the call itself, or of a kind that has no class
+            pass
+        return inline(parent, function, args, kwargs, **options)
+
+    return inline_call
+
+
+def _owner(subject: Any) -> type | None:
+    """The class of what a function is called on, or that itself if it is a class; it is not looked at closer."""
+    if subject is None:
+        return None
+    if isinstance(subject, LazyVariableTracker) and not subject.is_realized():
+        kind: type = subject.peek_type()
+        return subject.peek_value() if issubclass(kind, type) else kind
+    kind = subject.python_type()
+    return subject.as_python_constant() if issubclass(kind, type) else kind
+
+
+def _refuse_question() -> Callable[[Any], None]:
+    """What Dynamo calls when `torch.compiler.is_compiling` is, or what means the same."""
+    mark = InstructionTranslatorBase.mark_inconsistent_side_effects
+
+    def answer(frame: Any) -> None:
+        asking = frame
+        while asking.f_code.co_name.startswith("is_") and getattr(asking, "parent", None) is not None:
+            asking = asking.parent  # on whose behalf a library's function asks
+        if asking.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            raise exc.Unsupported("the model asks whether it is being compiled, and would be told so")
+        mark(frame)
+
+    return answer
 
 
 def _said_once() -> list[Any]:

@@ -56,7 +56,7 @@ def _refuse_kind(tensor: torch.Tensor) -> Refusal | None:
 
 def _describe(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        common = (type(value), value.layout, value.dtype, value.device, value.requires_grad)
+        common = (type(value), value.layout, value.dtype, value.device, value.requires_grad, value.is_leaf)
         return common if _refuse_kind(value) is not None else (*common, value.shape, value.stride())
     if isinstance(value, float):
         return (float, value, math.copysign(1.0, value))  # 0.0 == -0.0, and yet they are different inputs

@@ -135,7 +135,9 @@ class Binding:
         self._latest_state: list[tuple[Any, ...]] | None = None
         self._state_tensors = [tensor for _, tensors in self._watched for _, tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in self._state_tensors]
-        self._counted = (*self.params, *self._mirrors.originals)  # tensors whose versions an update counts
+        unseen = {id(param) for group in self._groups() if group.get("fused") for param in group["params"]}
+        versioned = [param for param in self.params if id(param) not in unseen]  # torch's fused updates count none
+        self._counted = (*versioned, *self._mirrors.originals)  # tensors whose versions an update counts
         self._write_scalars()
 
     @staticmethod
@@ -239,7 +241,8 @@ class Binding:
         if skipped:
             return
         self._mirrors.advance(self._groups())
-        torch.autograd.graph.increment_version(self._counted)
+        if self._counted:
+            torch.autograd.graph.increment_version(self._counted)
 
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""

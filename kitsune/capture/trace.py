@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kitsune.capture.sole import sole_capture
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
 from kitsune.graph.verify import refuse_graph
@@ -23,10 +24,11 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     number is drawn. Views, in-place writes and operators that draw random numbers stay as they are.
 
     Raises:
-        RefusedError: the function cannot be traced, or what was traced is not a legal graph.
+        RefusedError: the function cannot be traced, or what was traced is not a legal graph; or another thread is in
+            the midst of a capture.
     """
     try:
-        with fx.traceback.preserve_node_meta(), _without_autocast_cache():
+        with sole_capture(), fx.traceback.preserve_node_meta(), _without_autocast_cache():
             module = make_fx(function, tracing_mode="fake")(*inputs)
     except RefusedError:
         raise

@@ -66,6 +66,11 @@ def is_watched() -> bool:
     return hooks is not None or transforms or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_profiled() -> bool:
+    """Whether a profiler is on, and wants to be told what begins and ends."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def surrounding_facts() -> list[Fact]:
     """What must stay for `refuse_surroundings` to answer as it does."""
     modes = range(torch._C._len_torch_function_stack())

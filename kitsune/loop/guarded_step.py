@@ -12,6 +12,7 @@ from torch import fx
 
 from kitsune.background import refuse_recording
 from kitsune.capture.frontend import GuardedFunction
+from kitsune.capture.sole import sole_capture
 from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, settle_global_hooks
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
@@ -99,14 +100,15 @@ class GuardedStep(ABC):
             raise RefusedError(refusal, passing=True)
         if self._guarded is not None:
             return self._guarded(args, kwargs)
-        self._budget.spend(self.replays)
-        started = time.perf_counter()
-        try:
-            settle_global_hooks()
-            self._guarded = GuardedFunction(self._call, self._run)
-            return self._guarded(args, kwargs)
-        finally:
-            self.setup_seconds += time.perf_counter() - started
+        with sole_capture():
+            self._budget.spend(self.replays)
+            started = time.perf_counter()
+            try:
+                settle_global_hooks()
+                self._guarded = GuardedFunction(self._call, self._run)
+                return self._guarded(args, kwargs)
+            finally:
+                self.setup_seconds += time.perf_counter() - started
 
     def _decline(self, error: RefusedError) -> None:
         # Dynamo refuses backward hooks for good, but they may go again.

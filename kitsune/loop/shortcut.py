@@ -66,6 +66,9 @@ class CallShortcut:
         self._constants = [(place, value) for place, value in enumerate(values) if type(value) is not torch.Tensor]
         if not all(isinstance(value, _CONSTANTS) for _, value in self._constants):
             raise LookupError("an argument may change in place")
+        # Of tensors that require no gradient, which guards look at, there is no other kind.
+        tensors = [(place, value) for place, value in enumerate(values) if type(value) is torch.Tensor]
+        self._leaves = [(place, value.is_leaf) for place, value in tensors if value.requires_grad]
         if not set(stable).isdisjoint(position for position, _ in self._places):
             raise LookupError("a part of the model is an argument")
         self._num_args, self._names = len(args), tuple(kwargs)
@@ -84,6 +87,9 @@ class CallShortcut:
         values = (*args, *kwargs.values()) if kwargs else args
         for place, value in self._constants:
             if values[place] is not value:
+                return None
+        for place, is_leaf in self._leaves:
+            if values[place].is_leaf is not is_leaf:
                 return None
         inputs: list[Any] = self._inputs.copy()
         for position, place in self._places:

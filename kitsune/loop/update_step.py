@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from kitsune.background import refuse_recording
+from kitsune.capture.sole import sole_capture
 from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.capture.trace import trace
+from kitsune.capture.watch import is_profiled
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
@@ -129,9 +131,16 @@ class UpdateStep:
             return False
         if update.copied:
             _into_slots([grad for grad in grads if grad is not None], update.slots)
-        update.recording(update.latest_inputs)
-        update.binding.advance()
+        self._update(update, update.latest_inputs)
         return True
+
+    def _update(self, update: _Update, inputs: Sequence[torch.Tensor]) -> None:
+        if is_profiled():  # as torch's own optimizers tell it
+            with torch.profiler.record_function(f"Optimizer.step#{type(self._optimizer).__name__}.step"):
+                update.recording(inputs)
+        else:
+            update.recording(inputs)
+        update.binding.advance()
 
     def _run(self) -> None:
         self._latest = None
@@ -147,16 +156,16 @@ class UpdateStep:
             if refusal is not None:
                 raise RefusedError(refusal, passing=True)
             self._release_stale()
-            self._spend(key)
-            update = self._capture(params, grads, slots)
+            with sole_capture():
+                self._spend(key)
+                update = self._capture(params, grads, slots)
             self._make_room()
             self._updates[key] = update
             inputs = update.inputs(grads)
         else:
             inputs = update.inputs(grads)
             self._refresh(key, update, inputs)
-        update.recording(inputs)
-        update.binding.advance()
+        self._update(update, inputs)
         if update.slots:
             update.latest_inputs = inputs
             update.shortcut = update.shortcut or self._shortcut(update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +28,77 @@ def at(step: int, change: Callable[[Training], None]) -> Callable[[Training, int
     return edit
 
 
+class Scale:
+    """Not a module: an object that a model calls."""
+
+    @property
+    def offset(self) -> float:
+        return 1.0
+
+    @staticmethod
+    def shifted(x: Tensor) -> Tensor:
+        return x + 1
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Scaling(Net):
+    """Beside its own `forward`, runs methods of every kind, and looks at the environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = 2.0 if os.environ.get("KITSUNE_TEST_WIDE") else 1.0
+        return Scale.shifted(self.scale.scaled(super().forward(x))) * self.scale.offset * wide
+
+
 def norm_and_dropout() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Net(batch_norm=True, dropout=0.5)
     return model, adam(model)
+
+
+# The code of the model
+
+
+@pytest.mark.support("Models", "methods of the model's classes, and of others that it uses, are replaced", "replayed")
+@pytest.mark.usefixtures("short_way")
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (nn.Linear, "forward", lambda self, x: functional.linear(x, self.weight * 2, self.bias)),
+        (Net, "forward", lambda self, x: self.last(self.first(x))),
+        (Scaling, "forward", lambda self, x: self.last(self.first(x))),
+        (Scale, "scaled", lambda self, x: x * 3),
+        (Scale, "shifted", staticmethod(lambda x: x + 3)),
+        (Scale, "offset", property(lambda self: 3.0)),
+    ],
+    ids=["torch's", "a base class's", "own", "helper's", "static", "property"],
+)
+def test_a_method_is_replaced(form: str, owner: type, name: str, instead: object) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        patch.undo()
+        model = Scaling()
+        return model, adam(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        compare(form, build, steps=12, edit=at(6, lambda _: patch.setattr(owner, name, instead)), replays=7)
+
+
+@pytest.mark.support("Models", "the environment is read in the model, and changes", "replayed")
+@pytest.mark.usefixtures("short_way")
+def test_the_environment_changes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        monkeypatch.delenv("KITSUNE_TEST_WIDE", raising=False)
+        model = Scaling()
+        return model, adam(model)
+
+    def widen(_: Training) -> None:
+        monkeypatch.setenv("KITSUNE_TEST_WIDE", "1")
+
+    compare(form, build, steps=12, edit=at(6, widen), replays=7)
 
 
 # Inputs and modes

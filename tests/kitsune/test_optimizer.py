@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 import kitsune
-from tests.kitsune.training import Net, Training, adam, batch, compare, net_and_adam, sgd
+from tests.kitsune.training import Batch, Net, Training, adam, batch, compare, net_and_adam, sgd
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
@@ -263,6 +263,23 @@ def test_a_second_backward_pass_without_retain_graph_fails_as_in_eager() -> None
         loss.backward()
 
 
+@pytest.mark.support("Gradients", "a step between a call and its backward pass, with fused=True", "replayed")
+def test_a_fused_update_between_a_call_and_its_backward_pass() -> None:
+    """torch's fused updates leave the versions of parameters as they are, so that nobody minds."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        loss = forward_loss(training, x, y)
+        pending = training.memo.get("loss")
+        training.memo["loss"] = loss
+        if pending is not None:
+            training.optimizer.zero_grad()
+            pending.backward()
+            training.optimizer.step()
+        return loss.detach()
+
+    compare("drop_in", loop=loop, steps=8, replays=5)
+
+
 def test_an_output_used_twice() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()
@@ -378,6 +395,23 @@ def test_an_argument_that_requires_a_gradient() -> None:
         return loss.detach() + x.grad.sum()
 
     compare("drop_in", loop=loop, steps=8, replays=8)
+
+
+def test_an_argument_is_no_leaf_any_more() -> None:
+    class Asking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1.0 if x.is_leaf else 2.0)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Asking()
+        return model, adam(model)
+
+    def batches(index: int) -> Batch:
+        (x, y), _ = batch(index)
+        x.requires_grad_()
+        return (x if index < 6 else x * 1, y), {}
+
+    compare("drop_in", build, steps=12, batches=batches, replays=6)
 
 
 def test_autograd_grad_in_place_of_backward() -> None:

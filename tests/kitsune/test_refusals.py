@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,24 @@ class HostRandom(Net):
         return super().forward(x) * random.random()
 
 
+is_compiling_in_a_library = types.FunctionType(
+    (lambda: torch.compiler.is_compiling()).__code__.replace(co_name="is_compiling"),
+    {**globals(), "__name__": "transformers.utils"},
+)
+
+
+class Compiled(Net):
+    """Computes something else where it is told that it is being compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+class CompiledByWayOfALibrary(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if is_compiling_in_a_library() else 1.0)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +112,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mask": (Selecting, "x[mask]"),
     "counter": (Counting, "captured a 5th time"),
     "lstm": (Recurrent, "LSTM"),
+    "compiled": (Compiled, "torch.compiler.is_compiling()"),
+    "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
     "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
 }
 
@@ -118,6 +139,21 @@ def test_a_model_that_cannot_be_captured_trains_eagerly(
     assert len([text for text in warnings if words in text]) == 1, "the reason is logged once"
     if name == "print":
         assert capsys.readouterr().out.count("training\n") == 2 * 14
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_libraries_may_ask_whether_they_are_compiled(form: str) -> None:
+    """torch and others look for shortcuts; what they compute is the same."""
+    relu = types.FunctionType(
+        (lambda x: torch.relu(x) if torch.compiler.is_compiling() else x.clamp(min=0)).__code__,
+        {**globals(), "__name__": "transformers.activations"},
+    )
+
+    class Asking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(relu(x))
+
+    compare(form, building(Asking))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")

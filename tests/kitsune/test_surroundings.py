@@ -32,6 +32,11 @@ def smooth_and_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, adam(model)
 
 
+def seeded_net_and_adam() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    return net_and_adam()
+
+
 def replaying() -> Training:
     """A loop in the middle of replaying."""
     training = Training("drop_in", *smooth_and_adam())
@@ -118,6 +123,46 @@ def test_a_model_called_by_several_threads() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.support("Failure", "threads that train a model each", "replayed")
+@pytest.mark.parametrize("form", FORMS)
+def test_threads_train_models_of_their_own(form: str) -> None:
+    """One captures at a time; the steps of the others run as plain PyTorch meanwhile, and are captured later."""
+    wanted = Training("eager", *seeded_net_and_adam())
+    losses = wanted.run(200)
+    trainings = [Training(form, *seeded_net_and_adam()) for _ in range(3)]
+    found: dict[int, list[float]] = {}
+    begin = threading.Barrier(len(trainings))
+
+    def work(place: int) -> None:
+        begin.wait()
+        found[place] = trainings[place].run(200)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(trainings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, training in enumerate(trainings):
+        assert found[place] == losses
+        training.run(10, start=200)
+        assert training.status().mode == "replay", training.status()
+        assert training.status().replays >= 8
+
+
+@pytest.mark.support("Ecosystem", "torch.profiler sees operators, optimizers and kernels", "replayed")
+def test_a_profiler_is_told_of_the_optimizer() -> None:
+    names = {}
+    for form in ("eager", "drop_in"):
+        training = Training(form, *net_and_adam())
+        training.run(6)
+        with torch.profiler.profile() as profile:
+            training.run(4, start=6)
+        names[form] = {event.key: event.count for event in profile.key_averages() if "#" in event.key}
+    assert names["drop_in"] == names["eager"]
+    assert sorted(names["eager"]) == ["Optimizer.step#Adam.step", "Optimizer.zero_grad#Adam.zero_grad"]
+    assert training.status().replays == 8
 
 
 @pytest.mark.usefixtures("short_way")
