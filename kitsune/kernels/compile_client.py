@@ -65,7 +65,7 @@ class CompileServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=None if _log.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt from the keyboard is for the training
                 env={**_environ(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             )

@@ -37,7 +37,8 @@ BATCH_SIZES = {
     "cuda": {"mlp": 64, "lenet": 64, "resnet18": 32},
 }
 WARM_UP_STEPS = 3
-MOST_TRIALS = 60
+MOST_TRIALS = 400
+"""On a GPU a loop is watched for 160 replays first, if its batches might come back to few places."""
 NUM_DRAWS = {"cpu": 7, "cuda": 15}  # batches over which medians of errors are taken
 
 
