@@ -152,23 +152,46 @@ def short_way(request: pytest.FixtureRequest, taken: list[bool]) -> Iterator[Non
 
 
 _MOST_CASES = {"kernels": 2, "fusion": 2, "passes": 2}
-"""Of each test, by directory; of those elsewhere four. Operators are interpreted on the CPU, which is slow."""
+"""Of each test, by directory: the first ones. Operators are interpreted on the CPU, which is slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test of many cases, the first ones are enough on the CPU; the others are for long runs, and for GPUs."""
-    counts = Counter[tuple[Path, str]]()
+    """Of a test of many cases some are enough on the CPU; the others are for long runs, and for GPUs."""
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         is_ours = item.path.is_relative_to(Path(__file__).parent)
-        if not is_ours or torch.cuda.is_available() or item.get_closest_marker("gpu"):
-            continue
-        test = item.path, item.name.partition("[")[0]
-        counts[test] += item.get_closest_marker("slow") is None
-        if item.path.name == "test_parity.py":
-            is_long = "cpu-resnet18" in item.name and not item.name.endswith("fp32-train_step]")
-            is_long |= item.name.endswith(("streams]", "fused]"))
-        else:
-            is_long = counts[test] > _MOST_CASES.get(item.path.parent.name, 4)
-        if is_long:
+        if is_ours and not torch.cuda.is_available() and not any(map(item.get_closest_marker, ("gpu", "slow"))):
+            tests.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for (path, _), cases in tests.items():
+        for item in _long_cases(path, cases):
             item.add_marker(pytest.mark.slow)
+
+
+def _long_cases(path: Path, cases: list[pytest.Item]) -> list[pytest.Item]:
+    if path.name == "test_parity.py":
+        return [item for item in cases if _is_long_parity(item.name)]
+    most = _MOST_CASES.get(path.parent.name)
+    kept = _covering(cases) if most is None else cases[:most]
+    return [item for item in cases if item not in kept]
+
+
+def _is_long_parity(name: str) -> bool:
+    is_long_model = "cpu-resnet18" in name and not name.endswith("fp32-train_step]")
+    return is_long_model or name.endswith(("streams]", "fused]"))
+
+
+def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases in which each value of each parameter occurs, and others as often as one another as far as that goes."""
+    values = {item: tuple(item.callspec.indices.items()) for item in cases if hasattr(item, "callspec")}
+    kept = [item for item in cases if item not in values]
+    used = Counter[tuple[str, int]]()
+    missing = {value for some in values.values() for value in some}
+    while missing:
+        best = max(
+            values, key=lambda item: (len(missing.intersection(values[item])), -sum(used[v] for v in values[item]))
+        )
+        kept.append(best)
+        used.update(values[best])
+        missing.difference_update(values[best])
+    return kept
