@@ -139,6 +139,21 @@ class GuardedFunction:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
 
+    def graph_of(self, *args: Any) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
+        """The graph that a call would run, and its flat tensors. The call ends there: no Python object is changed.
+
+        Raises:
+            RefusedError: as a call.
+        """
+        self._thread.ends_early = True
+        try:
+            self(*args)
+        except _EndedEarly as ended:
+            return ended.graph, ended.flat
+        finally:
+            self._thread.ends_early = False
+        raise AssertionError("a call without its graph raises")
+
     def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
         """What would make another call with `args` and `kwargs` pass the same objects to the graph as this one did.
 
@@ -155,12 +170,22 @@ class GuardedFunction:
         if self.stale or run is None:
             raise RefusedError(_CHANGED, passing=True)
         assert self._graph is not None
+        if getattr(self._thread, "ends_early", False):
+            raise _EndedEarly(self._graph, flat)
         return run(self._graph, flat)
 
     def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
         self._graph = graph
+
+
+class _EndedEarly(Exception):
+    """A call has come as far as to its graph, which is not to be run."""
+
+    def __init__(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.graph, self.flat = graph, flat
 
 
 class _Direct:

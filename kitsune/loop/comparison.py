@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kitsune.capture.step_program import StepSpec, scaler_tensors
+from kitsune.execution.in_order import with_copies
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.verifying import Results, State, compare, tensors_of
+from kitsune.loop.verifying import Results, State, compare, put_off, spread, tensors_of
 from kitsune.loop.whole_step import WholeStep
 from kitsune.verification import Difference
 
@@ -26,41 +28,62 @@ class StepComparison:
 
     def __init__(self, spec: StepSpec, accumulators: Accumulators, device: torch.device) -> None:
         self.loss: Tensor | None = None
-        self._spec, self._accumulators = spec, accumulators
+        self._spec, self._accumulators, self._device = spec, accumulators, device
         self._tensors = _tensors(spec, accumulators)
         self._state, self._mark = State(self._tensors, device), accumulators.mark()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Within, steps may be taken; afterwards all that they have written is as it was."""
-        saved = self._state.save()
-        try:
-            yield
-        finally:
-            self._state.load(saved)
-            self._accumulators.return_to(self._mark)
+        with self._state.undone():
+            try:
+                yield
+            finally:
+                self._accumulators.return_to(self._mark)
 
     def differences(
         self, step: WholeStep, args: tuple[Any, ...], kwargs: Mapping[str, Any], eager: Callable[[], Tensor]
     ) -> list[Difference] | None:
         """See `compare`; None where `step` cannot be replayed at present."""
+        flat: Sequence[Tensor] = ()
 
         def replay() -> Results | None:
-            done, loss = step.replay(args, kwargs)
-            return self._results(loss) if done else None
+            nonlocal flat
+            replayed = step.replay_apart(args, kwargs)
+            if replayed is None:
+                return None
+            flat = replayed.flat
+            return self._results(replayed.outputs[0])
 
         def plain() -> Results:
             self._accumulators.return_to(self._mark)
-            return self._results(eager())
+            self.loss = eager()
+            return self._results(self.loss)
 
-        found = compare(self._state, replay, plain, step.rounding)
+        found = compare(
+            self._state, replay, plain, step.rounding, lambda: spread(partial(self._run_on_copies, step, flat))
+        )
         if found is None:
             return None
         operators, ids = step.operators(), {name: id(tensor) for name, tensor in self._tensors.items()}
         return [dataclasses.replace(one, operator=operators.get(ids.get(one.name, 0))) for one in found]
 
+    def _run_on_copies(self, step: WholeStep, flat: Sequence[Tensor], seed: int | None) -> Results:
+        """See `spread`."""
+
+        def copied(inputs: Sequence[Tensor]) -> list[Tensor]:
+            copies = with_copies([tensor.detach() for tensor in inputs], range(len(inputs)))
+            if seed is not None:
+                put_off(copies, step.rounding(), seed)
+            return copies
+
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            loss, grads, changes = step.run_on_copies(flat, copied)
+        names = {id(tensor): name for name, tensor in self._tensors.items()}
+        left = {names[key]: changed for key, changed in changes.items() if key in names}
+        return {"loss": loss, **left, **{f"{names[key]}.grad": grad for key, grad in grads.items()}}
+
     def _results(self, loss: Tensor) -> Results:
-        self.loss = loss
         kept = self._spec.module.named_parameters() if self._spec.keep_grads else ()
         grads = {f"{name}.grad": param.grad for name, param in kept if param.grad is not None}
         return {"loss": loss, **grads}
@@ -68,7 +91,7 @@ class StepComparison:
 
 def _tensors(spec: StepSpec, accumulators: Accumulators) -> dict[str, Tensor]:
     """All that a step may write, by name."""
-    found = tensors_of([spec.module], spec.optimizer)
+    found = tensors_of([spec.module], [spec.optimizer])
     sums = {id(found[name]): name for name in found if id(found[name]) in accumulators.sums}
     found |= {f"{name}.accumulated": accumulators.sums[key] for key, name in sums.items()}
     tensors = [] if spec.scaler is None else scaler_tensors(spec.scaler)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -57,6 +59,8 @@ class DropInLoop:
         self._fallbacks = 0
         self._is_paused = False
         self._finder = ModuleFinder(self._params(), self)
+        self._number = next(_numbers)
+        _loops[self._number] = self
 
     def found(self, module: torch.nn.Module) -> None:
         """Takes over the calls of `module`, which the loop calls and which owns trained parameters."""
@@ -111,7 +115,7 @@ class DropInLoop:
             step.chooser.start()
         done, output = False, None
         if choice == "replay" and step.verified < self._config.verify:
-            done, output = self._verified(step, module, args, kwargs)
+            done, output = self._verified(step, args, kwargs)
             choice = "eager"
         if choice == "replay":
             done, output = step.replay(args, kwargs)
@@ -187,18 +191,29 @@ class DropInLoop:
         self._finder.count_step()
 
     def verify(self, iteration: Callable[[], Any]) -> Verification:
-        """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was."""
+        """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was.
+
+        That includes what the other loops train: the iteration may be one of several of them.
+        """
         replays = self._steps.replays
+        loops = list(_loops.values())
+        modules = {key: module for loop in loops for key, module in loop._modules.items()}
+        optimizers = [loop._optimizer for loop in loops]
 
         def paused() -> Any:
-            self._is_paused = True
+            for loop in loops:
+                loop._is_paused = True
             try:
                 return iteration()
             finally:
-                self._is_paused = False
+                for loop in loops:
+                    loop._is_paused = False
+
+        def eps() -> float:
+            return max(loop._rounding() for loop in loops)
 
         found = iteration_differences(
-            iteration, paused, list(self._modules.values()), self._optimizer, self._rounding, _device(self._optimizer)
+            iteration, paused, list(modules.values()), optimizers, eps, _device(self._optimizer)
         )
         if self._steps.replays == replays:
             return Verification(False, reason=self._mode()[1])
@@ -207,12 +222,10 @@ class DropInLoop:
     def _rounding(self) -> float:
         return 0.0 if self._latest is None else self._latest.rounding()
 
-    def _verified(
-        self, step: SplitStep, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[bool, Any]:
+    def _verified(self, step: SplitStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """(True, the output of plain PyTorch), compared with that of a replay; (False, None), with nothing done."""
-        comparison = CallComparison(module, args, kwargs)
-        found = comparison.differences(step, self._calls[id(module)])
+        comparison = CallComparison(step, self._calls[id(step.module)], args, kwargs)
+        found = comparison.differences()
         if found is None:
             return False, None
         if found:
@@ -248,6 +261,7 @@ class DropInLoop:
         self._steps.clear()
         self._update.release()
         self._latest = None
+        _loops.pop(self._number, None)
 
     def status(self) -> Status:
         latest = self._latest
@@ -305,6 +319,12 @@ class DropInLoop:
         return SplitStep(
             module, eager, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
         )
+
+
+_loops: weakref.WeakValueDictionary[int, DropInLoop] = weakref.WeakValueDictionary()
+"""All that have not been closed, by number, in the order of their making."""
+
+_numbers = itertools.count()
 
 
 def _differs(found: Sequence[Difference]) -> Refusal:

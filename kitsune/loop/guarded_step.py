@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -19,6 +19,24 @@ from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+
+_T = TypeVar("_T")
+
+
+class ReplayedApart(NamedTuple):
+    """A replay of a call that nobody has got to see.
+
+    Attributes:
+        graph: what Dynamo has recorded of the function.
+        flat: the graph's tensors.
+        inputs: the same, or what stands for them, outside of the user's autograd graph.
+        outputs: of the replay, computed from `inputs`.
+    """
+
+    graph: fx.GraphModule
+    flat: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
 
 
 class GuardedStep(ABC):
@@ -56,14 +74,11 @@ class GuardedStep(ABC):
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """Answers a call: (True, its result), or (False, None), with nothing done, if it has to run eagerly."""
-        try:
-            result = self._replay(args, kwargs)
-        except RefusedError as error:
-            self._decline(error)
-            return False, None
-        self.replays += 1
-        self.declined = None
-        return True, result
+        return self._try(lambda guarded: guarded(args, kwargs))
+
+    def replay_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayedApart | None:
+        """Replays a call up to the outputs of its graph: what Python does beside is left out. None as `replay`."""
+        return self._try(lambda guarded: self._run_apart(*guarded.graph_of(args, kwargs)))[1]
 
     def describe(self) -> tuple[str, str]:
         """The mode of the latest call and its reason, as a `Status` gives them."""
@@ -80,6 +95,10 @@ class GuardedStep(ABC):
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Replays a call whose forward pass is `graph(*flat)`, capturing it first where needed; returns its outputs."""
 
+    def _run_apart(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> ReplayedApart:
+        """As `_run`, of a call whose outputs nobody gets."""
+        return ReplayedApart(graph, flat, flat, self._run(graph, flat))
+
     @abstractmethod
     def _drop(self) -> None:
         """Gives up what was captured."""
@@ -92,21 +111,31 @@ class GuardedStep(ABC):
         """None if nothing stands in the way of capturing at the present call."""
         return refuse_backward_hooks(self.module) or refuse_recording()
 
-    def _replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _try(self, replay: Callable[[GuardedFunction], _T]) -> tuple[bool, _T | None]:
+        try:
+            result = self._replay(replay)
+        except RefusedError as error:
+            self._decline(error)
+            return False, None
+        self.replays += 1
+        self.declined = None
+        return True, result
+
+    def _replay(self, replay: Callable[[GuardedFunction], _T]) -> _T:
         refusal = self._refuse_call()
         if refusal is None and self._guarded is None:
             refusal = self._refuse_capture()
         if refusal is not None:
             raise RefusedError(refusal, passing=True)
         if self._guarded is not None:
-            return self._guarded(args, kwargs)
+            return replay(self._guarded)
         with sole_capture():
             self._budget.spend(self.replays)
             started = time.perf_counter()
             try:
                 settle_global_hooks()
                 self._guarded = GuardedFunction(self._call, self._run)
-                return self._guarded(args, kwargs)
+                return replay(self._guarded)
             finally:
                 self.setup_seconds += time.perf_counter() - started
 

@@ -2,60 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from kitsune.execution.in_order import with_copies
 from kitsune.loop.guarded_step import Call
+from kitsune.loop.rounding import change
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
-from kitsune.loop.verifying import Results, State, compare, tensors_of
+from kitsune.loop.verifying import Results, State, compare, distance, put_off, spread, tensors_of
 from kitsune.verification import Difference
+
+_EPS = torch.finfo(torch.float32).eps
 
 
 class CallComparison:
     """One comparison of a module's call, with its gradients for random gradients of its outputs.
 
+    The module is called once, and nobody but the user goes back from its outputs. All else runs the graph that Dynamo
+    has recorded of it, on copies, and takes the gradients of that for plain PyTorch's.
+
     Attributes:
-        output: of the latest call, which autograd can go back through once more.
+        output: of the call.
     """
 
-    def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, step: SplitStep, eager: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.output: Any = None
-        self._args, self._kwargs = args, kwargs
-        tensors = tensors_of([module], None)
+        self._step, self._eager, self._args, self._kwargs = step, eager, args, kwargs
+        tensors = tensors_of([step.module])
         self._device = next(iter(tensors.values())).device
         self._state = State(tensors, self._device)
-        given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-        named = {**tensors, **{f"argument {index}": tensor for index, tensor in enumerate(given)}}
-        self._autocast: torch.dtype | None = None
-        self._wanted = {name: tensor for name, tensor in named.items() if tensor.is_leaf and tensor.requires_grad}
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._inputs: dict[str, Tensor] = {}  # of the graph
+        self._graph: Callable[..., Sequence[Tensor]] | None = None
+        self._exact: Results = {}
 
-    def differences(self, step: SplitStep, eager: Call) -> list[Difference] | None:
-        """See `compare`; None where `step` cannot replay the call."""
+    def differences(self) -> list[Difference] | None:
+        """See `compare`; None where the call cannot be replayed."""
+        return compare(self._state, self._replay, self._plain, self._step.rounding, lambda: spread(self._run_graph))
 
-        self._autocast = step.autocast
+    def _replay(self) -> Results | None:
+        replayed = self._step.replay_apart(self._args, self._kwargs)
+        if replayed is None:
+            return None
+        self._graph = replayed.graph
+        names = [self._names.get(id(tensor), f"input {place}") for place, tensor in enumerate(replayed.flat)]
+        self._inputs = dict(zip(names, replayed.inputs, strict=True))
+        return self._results(self._inputs, replayed.outputs)
 
-        def replay() -> Results | None:
-            done, output = step.replay(self._args, self._kwargs)
-            return self._results(output) if done else None
+    def _run_graph(self, seed: int | None) -> Results:
+        """See `spread`."""
+        assert self._graph is not None
+        values = [tensor.detach() for tensor in self._inputs.values()]
+        copies = with_copies(values, range(len(values)))
+        if seed is not None:
+            put_off(copies, self._step.rounding(), seed)
+        before = [tensor.clone() for tensor in copies]
+        given = {
+            name: one.detach().requires_grad_(tensor.requires_grad)
+            for (name, tensor), one in zip(self._inputs.items(), copies, strict=True)
+        }
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            results = self._results(given, self._graph(*given.values()))
+        if seed is None:
+            self._exact = results
+        return {**results, **dict(zip(given, map(change, before, copies), strict=True))}
 
-        return compare(self._state, replay, lambda: self._results(eager(self._args, self._kwargs)), step.rounding)
+    def _plain(self) -> Results:
+        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.output = self._eager(self._args, self._kwargs)
+        return {**self._exact, **_matched(self._exact, _made_since(first, self.output))}
 
-    def _results(self, output: Any) -> Results:
-        self.output = output
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        roots = [leaf for leaf in leaves if leaf.requires_grad]
+    def _results(self, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The outputs of a run, and gradients of what it started from."""
+        roots = [output for output in outputs if output.requires_grad]
         tangents = [_tangent(root, index) for index, root in enumerate(roots)]
-        wanted = list(self._wanted.values())
-        with torch.autocast(self._device.type, dtype=self._autocast, enabled=self._autocast is not None):
-            grads = torch.autograd.grad(roots, wanted, tangents, retain_graph=True, allow_unused=True)
-        named: Iterable[tuple[str, Tensor | None]] = zip(self._wanted, grads, strict=True)
-        outputs = {f"output {index}": leaf for index, leaf in enumerate(leaves)}
-        return {**outputs, **{f"{name}.grad": grad for name, grad in named if grad is not None}}
+        wanted = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        autocast = self._step.autocast
+        with torch.autocast(self._device.type, dtype=autocast, enabled=autocast is not None):
+            grads = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
+        named: Iterable[tuple[str, Tensor | None]] = zip(wanted, grads, strict=True)
+        given = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+        return {**given, **{f"{name}.grad": grad for name, grad in named if grad is not None}}
+
+
+def _made_since(first: int, output: Any) -> list[Tensor]:
+    """The tensors of `output` that autograd goes back from to operators later than the `first`."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if (node := leaf.grad_fn) is not None and node._sequence_nr() >= first]
+
+
+def _matched(exact: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`leaves`, which a module has returned, by the names of what they are nearest to of what its graph does."""
+    found: dict[str, Tensor] = {}
+    for index, leaf in enumerate(leaves):
+        apart = {name: distance(value, leaf) for name, value in exact.items() if name.startswith("output ")}
+        name = min(apart, key=apart.__getitem__, default="")
+        is_there = bool(apart) and exact[name].shape == leaf.shape
+        found[name if is_there else f"output {index} of the module"] = leaf
+    return found
 
 
 def _tangent(root: Tensor, seed: int) -> Tensor:
@@ -68,20 +118,36 @@ def update_differences(
     update: UpdateStep, optimizer: torch.optim.Optimizer, modules: list[torch.nn.Module], device: torch.device
 ) -> list[Difference] | None:
     """See `compare`, of an update with the present gradients; None where it cannot be replayed."""
+    tensors = tensors_of(modules, [optimizer])
+
+    def run_copy(seed: int | None) -> Results:
+        copies: dict[int, Any] = {}
+        twin = copy.deepcopy(optimizer, copies)
+        state = State({name: copies[id(one)] for name, one in tensors.items() if id(one) in copies}, device)
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        grads = [param.grad.clone() for param in params]
+        if seed is not None:
+            state.offset(_EPS, seed)
+            put_off(grads, _EPS, seed)
+        for param, grad in zip(params, grads, strict=True):
+            copies[id(param)].grad = grad
+        saved = state.save()
+        twin.step()
+        return state.changes_since(saved)
 
     def plain() -> Results:
         optimizer.step()
         return {}
 
-    state = State(tensors_of(modules, optimizer), device)
-    return compare(state, lambda: {} if update.replay() else None, plain, lambda: torch.finfo(torch.float32).eps)
+    state = State(tensors, device)
+    return compare(state, lambda: {} if update.replay() else None, plain, lambda: _EPS, lambda: spread(run_copy))
 
 
 def iteration_differences(
     iteration: Callable[[], Any],
     paused: Callable[[], Any],
-    modules: list[torch.nn.Module],
-    optimizer: torch.optim.Optimizer,
+    modules: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
     eps: Callable[[], float],
     device: torch.device,
 ) -> list[Difference]:
@@ -90,12 +156,12 @@ def iteration_differences(
     Args:
         iteration: one of the user's loop.
         paused: the same, replaying nothing.
+        modules, optimizers: all that it may train, and trains with.
     """
-    tensors = tensors_of(modules, optimizer)
+    tensors = tensors_of(modules, optimizers)
     trained = {name: tensor for name, tensor in tensors.items() if tensor.is_leaf and tensor.requires_grad}
-    grads = [(tensor, tensor.grad) for tensor in trained.values()]
+    places = Places(modules, optimizers, trained.values())
     state = State(tensors, device)
-    saved = state.save()
 
     def results(returned: Any) -> Results:
         leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
@@ -104,13 +170,47 @@ def iteration_differences(
         return {**{f"result {index}": leaf for index, leaf in enumerate(leaves)}, **present}
 
     def run(call: Callable[[], Any]) -> Results:
-        for tensor, grad in grads:
-            tensor.grad = None if grad is None else grad.clone()
+        places.restore(copies=True)
+        torch.clear_autocast_cache()  # of casts of what has been written to since
         return results(call())
 
+    def run_apart(seed: int | None) -> Results:
+        with state.undone() as saved:
+            if seed is not None:
+                state.offset(eps(), seed)
+                saved = state.save()
+            found = run(paused)
+            return {**{name: value.detach().clone() for name, value in found.items()}, **state.changes_since(saved)}
+
     try:
-        return compare(state, lambda: run(iteration), lambda: run(paused), eps) or []
+        with state.undone():
+            return compare(state, lambda: run(iteration), lambda: run(paused), eps, lambda: spread(run_apart)) or []
     finally:
-        state.load(saved)
-        for tensor, grad in grads:
-            tensor.grad = grad
+        places.restore(copies=False)
+
+
+class Places:
+    """Which tensors are where at some moment: gradients in `.grad`, buffers in modules, state in optimizers."""
+
+    def __init__(
+        self,
+        modules: Iterable[torch.nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        trained: Iterable[Tensor],
+    ) -> None:
+        self._grads = [(tensor, tensor.grad) for tensor in trained]
+        parts = {id(part): part for module in modules for part in module.modules()}
+        self._buffers = [(part, dict(part._buffers)) for part in parts.values() if part._buffers]
+        self._states = [(one, {param: dict(kept) for param, kept in one.state.items()}) for one in optimizers]
+
+    def restore(self, *, copies: bool) -> None:
+        """Puts them back, copies of the gradients if that is wanted: these may be added to."""
+        for tensor, grad in self._grads:
+            tensor.grad = grad.clone() if copies and grad is not None else grad
+        for part, buffers in self._buffers:
+            part._buffers.update(buffers)
+        for optimizer, states in self._states:
+            for param in [param for param in optimizer.state if param not in states]:
+                del optimizer.state[param]
+            for param, kept in states.items():
+                optimizer.state[param].update(kept)

@@ -27,7 +27,7 @@ from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.fusing import Fusing
-from kitsune.loop.guarded_step import Call, GuardedStep
+from kitsune.loop.guarded_step import Call, GuardedStep, ReplayedApart
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
@@ -251,6 +251,15 @@ class SplitStep(GuardedStep):
             self._fusing = None
 
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        self._flat = flat
+        return self._prepared(graph, flat).call(flat)
+
+    def _run_apart(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> ReplayedApart:
+        apart = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in flat]
+        return ReplayedApart(graph, flat, apart, self._prepared(graph, flat).call_now(apart).outputs())
+
+    def _prepared(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
+        """The graphs of a call, recorded where needed."""
         if self._graphs is None:
             self._graphs = self._record(graph, flat)
         elif not self._graphs.forward.fits(flat):
@@ -264,8 +273,7 @@ class SplitStep(GuardedStep):
                 Refusal("the model is called again before the backward pass of its last call"), passing=True
             )
         self._consider_improving(graph, flat)
-        self._flat = flat
-        return self._graphs.call(flat)
+        return self._graphs
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None

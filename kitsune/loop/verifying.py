@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from kitsune.loop.rounding import change, norm, off_by, unit, unit_of_loss
 from kitsune.verification import Difference
@@ -25,6 +29,7 @@ class Saved(NamedTuple):
 
     values: dict[str, Tensor]
     random: list[Tensor]
+    random_of_python: tuple[Any, ...]
 
 
 class Left(NamedTuple):
@@ -47,21 +52,34 @@ class State:
 
     def save(self) -> Saved:
         """All values, in memory of their own."""
-        return Saved({name: tensor.detach().clone() for name, tensor in self._tensors.items()}, self._random())
+        values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        return Saved(values, self._random(), random.getstate())
 
-    def load(self, saved: Saved, *, eps: float = 0.0, seed: int = 0) -> None:
-        """Puts values back; those that are no scalars are off by up to `eps` of them, as drawn from `seed`."""
-        generators: dict[torch.device, torch.Generator] = {}
+    def load(self, saved: Saved) -> None:
+        """Puts back what is not as it was."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                value = saved.values[name]
-                if eps and value.dim():
-                    new = torch.Generator(value.device).manual_seed(seed)
-                    value = off_by(eps, value, generators.setdefault(value.device, new))
-                tensor.detach().copy_(value)
+                if not torch.equal(tensor, saved.values[name]):
+                    tensor.detach().copy_(saved.values[name])
         torch.set_rng_state(saved.random[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(saved.random[1], self._device)
+        random.setstate(saved.random_of_python)
+
+    def offset(self, eps: float, seed: int) -> None:
+        """Puts every number but scalars off by up to `eps` of it, as drawn from `seed`."""
+        put_off([tensor.detach() for tensor in self._tensors.values()], eps, seed)
+
+    @contextmanager
+    def undone(self) -> Iterator[Saved]:
+        """Within, it may be written to. Afterwards it is as it was, for autograd too: what has saved it may go on."""
+        saved = self.save()
+        versioned = tuple(tensor for tensor in self._tensors.values() if not tensor.is_inference())
+        with _unsafe_preserve_version_counter(versioned):
+            try:
+                yield saved
+            finally:
+                self.load(saved)
 
     def left_since(self, saved: Saved, results: Results, eps: float) -> dict[str, Left]:
         """What a run from there has returned, what it has changed of each tensor, and of the generators."""
@@ -69,64 +87,103 @@ class State:
             name: Left(value.detach().clone(), unit(value) if name.endswith(".grad") else unit_of_loss(value, eps))
             for name, value in results.items()
         }
-        tensors = {name: tensor.detach() for name, tensor in self._tensors.items()}
-        changes = {name: Left(change(value, tensors[name]), unit(value)) for name, value in saved.values.items()}
-        random = Left(torch.cat([state.double() for state in self._random()]), 0.0)
-        return {**given, **changes, "random numbers": random}
+        changes = {name: Left(changed, unit(saved.values[name])) for name, changed in self.changes_since(saved).items()}
+        generators = Left(torch.cat([state.double() for state in self._random()]), 0.0)
+        return {**given, **changes, "random numbers": generators}
+
+    def changes_since(self, saved: Saved) -> dict[str, Tensor]:
+        """What is added to each tensor."""
+        return {name: change(saved.values[name], tensor.detach()) for name, tensor in self._tensors.items()}
 
     def _random(self) -> list[Tensor]:
         on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         return [torch.get_rng_state(), *on_device]
 
 
-def tensors_of(modules: Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """The parameters and buffers of `modules`, and the optimizer's parameters and state, by name."""
+def put_off(tensors: Iterable[Tensor], eps: float, seed: int) -> None:
+    """Puts every number but scalars off by up to `eps` of it, in place, as drawn from `seed`."""
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.dim():
+                new = torch.Generator(tensor.device).manual_seed(seed)
+                tensor.copy_(off_by(eps, tensor, generators.setdefault(tensor.device, new)))
+
+
+def tensors_of(
+    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> dict[str, Tensor]:
+    """The parameters and buffers of `modules`, and the optimizers' parameters and state, each once, by name."""
     found: dict[str, Tensor] = {}
+    names: dict[int, str] = {}
+
+    def add(name: str, tensor: Tensor, owner: object) -> str:
+        if id(tensor) not in names:
+            of_owner = f"{name} of {type(owner).__name__}"
+            others = chain((name, of_owner), (f"{of_owner} {number}" for number in count(2)))
+            names[id(tensor)] = next(one for one in others if one not in found)
+            found[names[id(tensor)]] = tensor
+        return names[id(tensor)]
+
     for module in modules:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            found[name if name not in found else f"{name} of {type(module).__name__}"] = tensor
-    names = {id(tensor): name for name, tensor in found.items()}
-    groups = [] if optimizer is None else optimizer.param_groups
-    for index, param in enumerate(param for group in groups for param in group["params"]):
-        assert optimizer is not None
-        name = names.get(id(param), f"parameter {index} of the optimizer")
-        found[name] = param
-        state = optimizer.state.get(param, {})
-        found |= {f"{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+            add(name, tensor, module)
+    for optimizer in optimizers:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            name = add(f"parameter {index} of the optimizer", param, optimizer)
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor):
+                    add(f"{name}.{key}", value, optimizer)
     return found
 
 
+def spread(run: Callable[[int | None], Mapping[str, Tensor]]) -> dict[str, float]:
+    """How far apart runs end, by the names of what they leave, that start a little apart.
+
+    Args:
+        run: a run off by as much as rounding takes away, as drawn from a seed; None: from exact numbers.
+    """
+    exact = run(None)
+    draws = [run(seed) for seed in range(_DRAWS)]
+    return {
+        name: max(distance(draw[name], value) for draw in draws)
+        for name, value in exact.items()
+        if all(name in draw for draw in draws)
+    }
+
+
 def compare(
-    state: State, replay: Callable[[], Results | None], eager: Callable[[], Results], eps: Callable[[], float]
+    state: State,
+    replay: Callable[[], Results | None],
+    eager: Callable[[], Results],
+    eps: Callable[[], float],
+    apart: Callable[[], Mapping[str, float]],
 ) -> list[Difference] | None:
     """What `replay` leaves otherwise than `eager` does from the present state, by more than rounding explains.
 
-    Rounding explains what becomes of `eager` where every number that it starts from is off by `eps` of it. When this
-    returns, `eager` has run last, from the present state, and what it did stands.
+    Rounding explains what becomes of a run where every number that it starts from is off by `eps` of it. When this
+    returns, `eager` has run once, as the last, from the present state, and what it did stands.
 
     Args:
         replay: returns None if it has done nothing; then nothing is compared or run, and the answer is None.
         eps: what the coarsest of all roundings takes away, relative to a number; asked after the replay.
+        apart: see `spread`; asked after the replay, for runs that leave the state as it is.
 
     Returns:
         The largest differences first, as multiples of what is allowed.
     """
-    before = state.save()
-    results = replay()
-    if results is None:
+    with state.undone() as before:
+        results = replay()
+        found = None if results is None else state.left_since(before, results, eps())
+    if found is None:
         return None
-    found = state.left_since(before, results, eps())
-    draws = []
-    for seed in range(_DRAWS):
-        state.load(before, eps=eps(), seed=seed)
-        start = state.save()
-        draws.append(state.left_since(start, eager(), eps()))
-    state.load(before)
-    return _differences(found, state.left_since(before, eager(), eps()), draws)
+    allowed = apart()
+    return _differences(found, state.left_since(before, eager(), eps()), allowed)
 
 
 def _differences(
-    found: Mapping[str, Left], expected: Mapping[str, Left], draws: Sequence[Mapping[str, Left]]
+    found: Mapping[str, Left], expected: Mapping[str, Left], apart: Mapping[str, float]
 ) -> list[Difference]:
     differences = []
     for name in dict.fromkeys((*found, *expected)):
@@ -134,14 +191,13 @@ def _differences(
         if one is None or other is None:  # a gradient, say, that only one of the runs has left
             differences.append(Difference(name, math.inf, 0.0))
             continue
-        apart = [_distance(draw[name].tensor, other.tensor) for draw in draws if name in draw]
-        error, allowed = _distance(one.tensor, other.tensor), _TIMES * max(apart, default=0.0) + other.unit
+        error, allowed = distance(one.tensor, other.tensor), _TIMES * apart.get(name, 0.0) + other.unit
         if not error <= allowed:
             differences.append(Difference(name, error, allowed))
     return sorted(differences, key=lambda one: one.error / max(one.allowed, 1e-30), reverse=True)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def distance(one: Tensor, other: Tensor) -> float:
     """The norm of the difference; what is the same infinity in both, or NaN in both, does not differ."""
     if one.shape != other.shape:
         return math.inf

@@ -24,7 +24,7 @@ from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import Handout, handout
-from kitsune.execution.in_order import Outputs
+from kitsune.execution.in_order import InOrder, Outputs
 from kitsune.execution.timed import measure_spans
 from kitsune.fallback import Chooser, RefusalLog
 from kitsune.graph import dataflow
@@ -37,7 +37,7 @@ from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planned_recording import clear, most_on_streams, record_planned, room_on_streams
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording, most_live_bytes
-from kitsune.loop.rounding import rounding
+from kitsune.loop.rounding import change, rounding
 from kitsune.loop.shortcut import Shortcut, may_try_shortcut, same_tensors
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
@@ -144,6 +144,29 @@ class WholeStep(GuardedStep):
     def rounding(self) -> float:
         """The coarsest rounding of a value of the captured step."""
         return 0.0 if self._program is None else rounding(self._program.module.graph)
+
+    def run_on_copies(
+        self, flat: Sequence[torch.Tensor], copy: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Runs the captured step operator by operator on copies of its inputs, and leaves these alone.
+
+        Args:
+            flat: of the present call.
+            copy: makes the copies.
+
+        Returns:
+            The loss, the gradients that the step keeps, by `id` of the parameter, and what is changed of each tensor,
+            by its `id`.
+        """
+        program = self._program
+        assert program is not None
+        inputs = [*flat, *program.state]
+        copies = copy(inputs)
+        before = [tensor.clone() for tensor in copies]
+        loss, *grads = InOrder(program.module)(copies)
+        changes = map(change, before, copies)
+        kept = {id(param): grad for param, grad in zip(program.params, grads, strict=False)}
+        return loss, kept, {id(tensor): changed for tensor, changed in zip(inputs, changes, strict=True)}
 
     def operators(self) -> Mapping[int, str]:
         """What of the captured step writes a tensor, by its `id`; what makes the loss, by 0."""

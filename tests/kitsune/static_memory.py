@@ -51,7 +51,9 @@ class StaticMemory(CudaGraph):
             with _restored([self._inputs[position] for position in mutated]):
                 self._outputs = self._run(self._inputs)
         self._static = [self._inputs[position] for position in self._copied]
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in self._inputs}
+        # Told now: a tensor that the graph was given may have other memory later, and its output with it.
+        given = {tensor.untyped_storage().data_ptr() for tensor in self._inputs}
+        self._are_own = [output.untyped_storage().data_ptr() not in given for output in self._outputs]
         self._destroy()
         self._neighbours = _graphs.setdefault(pool, weakref.WeakSet())
         self._neighbours.add(self)
@@ -64,8 +66,8 @@ class StaticMemory(CudaGraph):
             if neighbour is not self:
                 neighbour._destroy()
         results = self._run(self._inputs)
-        for static, result in zip(self._outputs, results, strict=True):
-            if static.untyped_storage().data_ptr() not in self._given:
+        for static, result, is_own in zip(self._outputs, results, self._are_own, strict=True):
+            if is_own:
                 static.untyped_storage().copy_(result.untyped_storage())
         self._warm_outputs = ()
         return self._outputs
@@ -77,8 +79,8 @@ class StaticMemory(CudaGraph):
 
     def _destroy(self) -> None:
         with torch.no_grad():
-            for output in self._outputs:
-                if output.untyped_storage().data_ptr() not in self._given:
+            for output, is_own in zip(self._outputs, self._are_own, strict=False):  # none are left after a release
+                if is_own:
                     output.detach().fill_(float("nan") if output.is_floating_point() else 0)
 
 

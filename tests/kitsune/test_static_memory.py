@@ -312,3 +312,36 @@ def test_what_an_update_depends_on_changes(name: str) -> None:
             UPDATES[name](training)
 
     compare("drop_in", steps=12, edit=edit, replays=5, rtol=2e-6, atol=1e-7)
+
+
+def _share(training: Training) -> None:
+    training.model.share_memory()
+
+
+def _swap(training: Training) -> None:
+    for param in training.model.parameters():
+        param.data = param.data * 0.5
+
+
+class Scaled(nn.Module):
+    """Its backward pass needs a parameter as it is, which the graph of the forward pass returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)) * self.gain)
+
+
+@pytest.mark.parametrize("move", [_share, _swap])
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_that_get_other_memory_stay_the_users(form: str, move: Any) -> None:
+    """Graphs that are given up know what memory was theirs when they were recorded."""
+
+    def edit(training: Training, index: int) -> None:
+        if index in (4, 7):
+            move(training)
+
+    compare(form, lambda: (model := Scaled(), adam(model)), steps=10, edit=edit, replays=4)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from kitsune.capture.frontend import GuardedFunction
 from kitsune.execution.in_order import InOrder
 from kitsune.loop import verifying
 from kitsune.loop.backward_graph import BackwardGraph
@@ -72,16 +73,16 @@ def off(tensor: Tensor) -> None:
 def spoil(monkeypatch: pytest.MonkeyPatch, place: str, model: nn.Module) -> None:
     """Lets replays go wrong at a place: what they leave behind, or give."""
     if place == "parameter":
-        for kind in (WholeStep, UpdateStep):
-            replay = kind.replay
+        for kind, name in ((WholeStep, "replay_apart"), (UpdateStep, "replay")):
+            replay = getattr(kind, name)
 
             def wrong(step: Any, *args: Any, replay: Any = replay) -> Any:
                 result = replay(step, *args)
-                if result is True or (isinstance(result, tuple) and result[0]):
+                if result:
                     off(model.last.weight)
                 return result
 
-            monkeypatch.setattr(kind, "replay", wrong)
+            monkeypatch.setattr(kind, name, wrong)
         return
     call = InOrder.__call__
 
@@ -215,7 +216,11 @@ def test_a_loss_may_be_rounded_on_the_way(name: str, eps: float, is_alike: bool)
     """To one side, where outputs are all alike, as no draw of the state shows: by as much as the step rounds."""
     found, expected = torch.tensor(6.9077), torch.tensor(6.90625)
     differences = verifying.compare(
-        verifying.State({}, torch.device("cpu")), lambda: {name: found}, lambda: {name: expected}, lambda: eps
+        verifying.State({}, torch.device("cpu")),
+        lambda: {name: found},
+        lambda: {name: expected},
+        lambda: eps,
+        dict,
     )
     assert differences is not None
     assert [one.name for one in differences] == ([] if is_alike else [name])
@@ -241,3 +246,156 @@ def test_what_it_takes() -> None:
         kitsune.verify(lambda: None)
     with pytest.raises(kitsune.ConfigError, match="verify"):
         kitsune.Config(verify=-1)
+
+
+def inside_of_autocast(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    training.optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = training.model(x)
+    loss = training.loss_fn(output.float(), y)
+    loss.backward()
+    training.optimizer.step()
+    return loss.detach()
+
+
+def two_calls(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    training.optimizer.zero_grad()
+    loss = training.loss_fn(training.model(x), y) + training.loss_fn(training.model(-x), y)
+    loss.backward()
+    training.optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.support("Failure", "verify: autocast around the call, and two calls before `backward()`", "replayed")
+@pytest.mark.parametrize("batch_norm", [False, True])
+@pytest.mark.parametrize("loop", [inside_of_autocast, two_calls])
+def test_loops_in_which_a_comparison_must_not_write_to_parameters(
+    loop: Callable[..., Tensor], batch_norm: bool, counted: list[str]
+) -> None:
+    """Autocast keeps casts of them, and what is to go back has saved them."""
+    done = compare(
+        "drop_in",
+        lambda: with_optimizer(adam, batch_norm=batch_norm),
+        loop=loop,
+        steps=8,
+        verify=3,
+        rtol=1e-6 if batch_norm else 0.0,
+    )
+    assert counted.count("compared") == 6
+    assert not done.status().refusals
+
+
+class Noticing(nn.Module):
+    """Has effects on Python objects, forward and backward: each of them must come once a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x)
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.mean = self.mean * 0.9 + output.detach().mean(0) * 0.1
+        return output + self.mean
+
+
+class Hooked(Noticing):
+    """The same without new buffers, so that replays go on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x)
+        self.seen.append(len(self.seen))
+        self.mean.mul_(0.9).add_(output.detach().mean(0) * 0.1)
+        return output + self.mean
+
+
+@pytest.mark.support("Failure", "verify: the model's effects on Python objects, and hooks, come once", "replayed")
+@pytest.mark.parametrize("kind", [Noticing, Hooked])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_model_does_to_python_objects_is_done_once(
+    form: str, kind: type[Noticing], counted: list[str]
+) -> None:
+    def run(form: str, **options: Any) -> tuple[list[float], Noticing, list[str]]:
+        torch.manual_seed(0)
+        model, gradients = kind(), list[str]()
+        if form != "train_step":  # which would not replay
+            model.layer.weight.register_hook(lambda grad: gradients.append("came"))
+        training = Training(form, model, adam(model), **options)
+        return training.run(8), model, gradients
+
+    losses, model, gradients = run("eager")
+    found_losses, found, found_gradients = run(form, verify=2)
+    assert found_losses == losses
+    assert found.seen == model.seen
+    assert found.calls == model.calls
+    assert torch.equal(found.mean, model.mean)
+    assert found_gradients == (gradients if form == "drop_in" else [])
+    if kind is Hooked:
+        assert "compared" in counted
+
+
+def test_what_went_before_the_graph_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module itself is the measure of outputs, where Dynamo's graph is not what it does."""
+    of_graph = GuardedFunction.graph_of
+
+    def wrong(guarded: GuardedFunction, *args: Any) -> Any:
+        (x,), kwargs = args
+        return of_graph(guarded, (x * 1.5,), kwargs)
+
+    monkeypatch.setattr(GuardedFunction, "graph_of", wrong)
+    plain, spoilt = Training("eager", *BUILDS["adam"]()), Training("drop_in", *BUILDS["adam"](), verify=1)
+    assert plain.run(6) == spoilt.run(6)
+    (refusal,) = [one for one in spoilt.status().refusals if "differed" in one]
+    assert "output 0" in refusal
+
+
+@pytest.mark.parametrize("verified", ["generator", "critic"])
+def test_verifying_an_iteration_leaves_other_optimizers_alone(verified: str) -> None:
+    torch.manual_seed(0)
+    models = {
+        "generator": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+        "critic": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
+    }
+    plain = {name: adam(model) for name, model in models.items()}
+    optimizers = {name: kitsune.KitsuneOptimizer(one, mode="replay") for name, one in plain.items()}
+
+    def iteration(x: Tensor) -> Tensor:
+        optimizers["critic"].zero_grad()
+        fake = models["generator"](x)
+        loss = functional.softplus(-models["critic"](x)).mean()
+        loss = loss + functional.softplus(models["critic"](fake.detach())).mean()
+        loss.backward()
+        optimizers["critic"].step()
+        optimizers["generator"].zero_grad()
+        functional.softplus(-models["critic"](fake)).mean().backward()
+        optimizers["generator"].step()
+        return loss.detach()
+
+    def observed() -> list[Tensor | None]:
+        values: list[Tensor | None] = [torch.get_rng_state()]
+        for name, model in models.items():
+            values += model.state_dict().values()
+            values += [param.grad for param in model.parameters()]
+            values += [value for state in plain[name].state.values() for value in state.values()]
+        return [None if value is None else value.clone() for value in values]
+
+    for index in range(6):
+        iteration(batch(index)[0][0])
+    before = observed()
+    found = kitsune.verify(iteration, batch(6)[0][0], optimizer=optimizers[verified])
+    assert found.agrees, found
+    for value, wanted in zip(observed(), before, strict=True):
+        assert value is wanted is None or torch.equal(value, wanted)
+
+
+def test_verifying_an_iteration_puts_back_buffers_that_the_model_replaces() -> None:
+    model = Noticing()
+    training = Training("drop_in", model, adam(model))
+    training.run(4)
+    mean = model.mean
+    verification(training, 4)
+    assert model.mean is mean
