@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import overload
 from harness.breakdown import breakdowns
 from harness.commit_pages import NO_PAGES, CommitPages
 from harness.conclusive import MARGIN
+from harness.controls import controlled_change
 from harness.fusions import step_fusions
 from harness.history_index import Value, series_values
 from harness.level_changes import environment_changes, environment_of, level_changes
@@ -31,14 +31,22 @@ from harness.rows import (
     Summary,
 )
 from harness.samples import samples
-from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
+from harness.selection import (
+    MACHINE_FACTS,
+    Case,
+    ComparisonError,
+    Measurement,
+    changed_facts,
+    choose_commits,
+    choose_measurements,
+    on_one_machine,
+)
 from harness.selftest import outcome
 from harness.stats import (
     Estimate,
     Verdict,
     benchmark_noise,
     break_even_steps,
-    compare_ratios,
     geometric_mean,
     judge,
     loss_gap,
@@ -60,9 +68,6 @@ LOSS_TOLERANCE = 0.05
 """Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
 
 _CLEAR = (Verdict.FASTER, Verdict.SLOWER)
-
-_UNLIKE = math.log(2)
-"""How far apart times are, as the logarithm of their ratio, of what does not wait for the same."""
 
 BASELINE = "eager_fp32"
 """The variant whose losses the others are held against."""
@@ -263,49 +268,25 @@ def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], 
     changes: list[Change] = []
     for case in newer.rounds:
         for variant in sorted(filter(is_product, newer.variants(case)), key=order):
-            control = _control(older, newer, case, variant)
-            if control is not None:
-                head, base = newer.pairs(case, variant, control), older.pairs(case, variant, control)
-                own_noise = benchmark_noise(noise.get((case, variant)), round_noise(head, base))
+            found = controlled_change(older, newer, case, variant)
+            if found is not None:
                 changes.append(
                     Change(
                         case=case,
                         variant=variant,
                         precision=precision_of(variant),
-                        control=control,
-                        base=paired_ratio(base),
-                        head=paired_ratio(head),
-                        ratio=compare_ratios(head, base),
-                        margin=noise_margin(own_noise, margin),
+                        control=found.control,
+                        controls=found.controls,
+                        base=found.base,
+                        head=found.head,
+                        ratio=found.ratio,
+                        apart=found.apart,
+                        margin=noise_margin(benchmark_noise(noise.get((case, variant)), found.noise), margin),
                         verdict=Verdict.INCONCLUSIVE,
                     )
                 )
     judged = judge([change.ratio for change in changes], [change.margin for change in changes])
     return tuple(replace(change, verdict=found) for change, found in zip(changes, judged, strict=True))
-
-
-def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
-    """The peer in the same precision, timed beside the variant at both commits, that waits for the same.
-
-    That is the host or the device, which vary differently. Times that are about as long wait for the same: the closest
-    one at the older commit. Where none is, the peer is chosen with which the variant varied most alike from process to
-    process, of those that were timed in the most; eager where that is not known.
-    """
-    pairs = {
-        peer: (base, head)
-        for peer in sorted(newer.variants(case), key=order)
-        if not is_kitsune(peer)
-        and precision_of(peer) == precision_of(variant)
-        and (head := newer.pairs(case, variant, peer))
-        and (base := older.pairs(case, variant, peer))
-    }
-    distances = {peer: abs(math.log(paired_ratio(base).ratio)) for peer, (base, _) in pairs.items()}
-    close = [peer for peer in pairs if distances[peer] < _UNLIKE]
-    if close:
-        return min(close, key=distances.__getitem__)
-    most = max((sum(map(len, sides)) for sides in pairs.values()), default=0)
-    noises = {peer: round_noise(*sides) for peer, sides in pairs.items() if sum(map(len, sides)) == most}
-    return min(noises, key=lambda peer: math.inf if (noise := noises[peer]) is None else noise, default=None)
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
@@ -448,6 +429,25 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
     if differing:
         told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
         notes.append(f"the environment changed between the commits ({told}); changes may be its doing")
+    notes += _machine_notes(older, newer, changes)
     if not changes:
         notes.append("no Kitsune variant was measured beside the same peer at both commits, so no change can be judged")
     return tuple(notes)
+
+
+def _machine_notes(older: Measurement, newer: Measurement, changes: Sequence[Change]) -> list[str]:
+    """That the machines may differ, and what cannot be told for that reason."""
+    if not changes or on_one_machine(older, newer):
+        return []
+    identities = [{name: side.facts.get(name) for name in MACHINE_FACTS} for side in (older, newer)]
+    is_known = all(identity["boot_id"] is not None for identity in identities)
+    told = "were measured" if is_known else "may have been measured"
+    notes = [f"the commits {told} on different machines of one kind; a change stands against every control of its row"]
+    torn = [change for change in changes if change.is_torn]
+    if torn:
+        apart = f"{max(change.apart for change in torn) - 1:.0%}"
+        notes.append(
+            f"{len(torn)} row(s) are inconclusive where controls differ by up to {apart} in how much has changed:"
+            " host and device changed apart; measure both commits in one run"
+        )
+    return notes

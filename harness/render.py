@@ -30,7 +30,7 @@ from harness.tables import (
     variant_table,
 )
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 """Raised when a field of the JSON document changes its meaning or goes away."""
 
 _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m", Tone.FAINT: "\x1b[2m"}

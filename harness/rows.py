@@ -114,19 +114,28 @@ class Change:
     """One of Kitsune's forms, as users run it, between two commits.
 
     ``base`` and ``head`` are its time as a multiple of that of the control, a peer in the same precision, measured in
-    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, ``margin`` what it is judged
-    by: the comparison's, or a wider one where the noise of this benchmark asks for it.
+    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, with an interval that stands
+    against all ``controls`` (:mod:`harness.controls`), which differ by the factor ``apart`` in what they make of the
+    change; ``control`` is the one that leaves least of it. ``margin`` is what it is judged by: the comparison's, or a
+    wider one where the noise of this benchmark asks for it.
     """
 
     case: Case
     variant: str
     precision: str
     control: str
+    controls: tuple[str, ...]
     base: Estimate
     head: Estimate
     ratio: Estimate
+    apart: float
     margin: float
     verdict: Verdict
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether it is inconclusive, and controls differ by more than the margin."""
+        return self.verdict is Verdict.INCONCLUSIVE and self.apart > 1 + self.margin
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,8 @@ def change_table(comparison: Comparison) -> Table:
         Column("after", "the same at the newer commit", numeric=True),
         Column(
             "control",
-            "the peer whose time was closest to this one's at the older commit; where none was close, the one that "
-            "varied most alike",
+            "the peer that leaves least of the change, of all that may wait for the same, host or device: the interval "
+            "stands against each of them",
         ),
     )
     lost = [
