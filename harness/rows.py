@@ -152,7 +152,8 @@ class Contrast:
 
     ``base`` and ``head`` are in ``unit``. ``ratio`` is head over base, below 1 where head took less, ``margin`` what it
     is judged by: the metric's, or a wider one where the noise of this row asks for it. On the side of base stands
-    ``base_variant``, on that of head ``variant``: one and the same, unless two variants are compared.
+    ``base_variant``, on that of head ``variant``: one and the same, unless two variants are compared. Of memory on a
+    GPU ``second_ratio`` is what a second reading says: the most that one recorded step had allocated, head over base.
     """
 
     case: Case
@@ -166,6 +167,7 @@ class Contrast:
     ratio: Estimate
     margin: float
     verdict: Verdict
+    second_ratio: float | None = None
 
 
 @dataclass(frozen=True)
