@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
 
 from harness.breakdown import breakdowns
 from harness.commit_pages import NO_PAGES, CommitPages
 from harness.conclusive import MARGIN
 from harness.controls import controlled_change
 from harness.fusions import step_fusions
-from harness.history_index import Value, series_values
-from harness.level_changes import environment_changes, environment_of, level_changes
+from harness.history_series import history_series
+from harness.level_changes import environment_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import (
@@ -23,7 +22,6 @@ from harness.rows import (
     LossCurve,
     Lost,
     Parity,
-    Point,
     Row,
     Series,
     SkipGroup,
@@ -52,7 +50,6 @@ from harness.stats import (
     loss_gap,
     noise_margin,
     paired_ratio,
-    repeat_noise,
     round_noise,
     typical_seconds,
 )
@@ -100,7 +97,7 @@ def compare(
         raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
     commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
-    series = _history(history, commits)
+    series = history_series(history, commits)
     changes = () if older is None else _changes(older, newer, series, margin)
     stages = breakdowns(newer)
     timelines = tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune)
@@ -348,41 +345,6 @@ def _skip_groups(measured: Measurement) -> tuple[SkipGroup, ...]:
         )
         for (status, reason), members in ordered
     )
-
-
-def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, ...]:
-    environments = {commit: environment_of(history.runs(commit)[-1].facts) for commit in history.commits}
-    position = {commit: place for place, commit in enumerate(history.commits)}
-    series = []
-    for (case, variant), values in sorted(series_values(history).items(), key=lambda item: order(item[0][1])):
-        measured = [commits[commit] for commit in values.commits]
-        changes = level_changes(measured, values.ratios, environments, position)
-        noise = repeat_noise(values.ratios)
-        series.append(Series(case, variant, precision_of(variant), _Points(values, commits), changes, noise))
-    return tuple(series)
-
-
-class _Points(Sequence[Point]):
-    """The points of values, which are made as they are looked at."""
-
-    def __init__(self, values: Sequence[Value], commits: Mapping[str, Commit]) -> None:
-        self._values = values
-        self._commits = commits
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> Point: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Point]: ...
-
-    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
-        if isinstance(index, slice):
-            return _Points(self._values[index], self._commits)
-        value = self._values[index]
-        return Point(self._commits[value.commit], value.ratio, value.seconds)
 
 
 def _losses(measured: Measurement) -> tuple[LossCurve, ...]:

@@ -306,7 +306,8 @@ def _change_fields(change: Change) -> dict[str, object]:
 
 def _level_change_fields(series: Series, change: LevelChange) -> dict[str, object]:
     commits = {"before": change.before.sha, "first": change.first.sha, "latest": change.latest.sha}
-    return {"case": vars(series.case), "variant": series.variant, **vars(change), **commits}
+    named = {"case": vars(series.case), "variant": series.variant, "control": series.control}
+    return {**named, **vars(change), **commits}
 
 
 def contrast_fields(entry: Contrast) -> dict[str, object]:

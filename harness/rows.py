@@ -197,7 +197,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Point:
-    """A variant at one commit of the history: its time as a multiple of eager's, and its seconds per step."""
+    """A variant at one commit of the history: its time as a multiple of its control's, and its seconds per step."""
 
     commit: Commit
     ratio: Estimate
@@ -210,7 +210,7 @@ class LevelChange:
 
     ``before`` is the last commit that was surely measured at the old level: with 95% confidence the change lies after
     it and not after ``latest``. In that range ``missing`` measured commits have no value of the series. ``ratio`` is
-    the new level over the old one.
+    the new level over the old one, the least of what confirms it.
     """
 
     before: Commit
@@ -233,7 +233,7 @@ class EnvironmentChange:
 
 @dataclass(frozen=True)
 class Series:
-    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent.
+    """One of Kitsune's forms over the measured commits, oldest first; commits without it or its control are absent.
 
     ``points`` are made as they are looked at: there may be many. ``noise`` is by how much measurements one after the
     other differ (:func:`harness.stats.repeat_noise`).
@@ -242,6 +242,7 @@ class Series:
     case: Case
     variant: str
     precision: str
+    control: str
     points: Sequence[Point]
     changes: tuple[LevelChange, ...]
     noise: float | None

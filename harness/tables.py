@@ -321,7 +321,11 @@ def level_table(comparison: Comparison) -> Table:
     columns = (
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
-        Column("change of time", "the level after it against the one before, as multiples of eager's", numeric=True),
+        Column(
+            "change of time",
+            "the level after it against the one before: the least that a control leaves of it",
+            numeric=True,
+        ),
         Column("verdict", "in which direction; only changes of at least 2% that are hardly chance are listed"),
         Column("first at", "the commit since which it most likely is so"),
         Column("after", "the last commit that surely was at the old level"),
