@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
 
 from harness.breakdown import breakdowns
 from harness.commit_pages import NO_PAGES, CommitPages
 from harness.conclusive import MARGIN
+from harness.controls import controlled_change
 from harness.fusions import step_fusions
-from harness.history_index import Value, series_values
-from harness.level_changes import environment_changes, environment_of, level_changes
+from harness.history_series import history_series
+from harness.level_changes import environment_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
 from harness.revisions import describe
 from harness.rows import (
@@ -23,7 +22,6 @@ from harness.rows import (
     LossCurve,
     Lost,
     Parity,
-    Point,
     Row,
     Series,
     SkipGroup,
@@ -31,20 +29,27 @@ from harness.rows import (
     Summary,
 )
 from harness.samples import samples
-from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
+from harness.selection import (
+    MACHINE_FACTS,
+    Case,
+    ComparisonError,
+    Measurement,
+    changed_facts,
+    choose_commits,
+    choose_measurements,
+    on_one_machine,
+)
 from harness.selftest import outcome
 from harness.stats import (
     Estimate,
     Verdict,
     benchmark_noise,
     break_even_steps,
-    compare_ratios,
     geometric_mean,
     judge,
     loss_gap,
     noise_margin,
     paired_ratio,
-    repeat_noise,
     round_noise,
     typical_seconds,
 )
@@ -60,9 +65,6 @@ LOSS_TOLERANCE = 0.05
 """Share of the baseline's progress in loss by which a variant may differ and still count as training right."""
 
 _CLEAR = (Verdict.FASTER, Verdict.SLOWER)
-
-_UNLIKE = math.log(2)
-"""How far apart times are, as the logarithm of their ratio, of what does not wait for the same."""
 
 BASELINE = "eager_fp32"
 """The variant whose losses the others are held against."""
@@ -95,7 +97,7 @@ def compare(
         raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
     commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
-    series = _history(history, commits)
+    series = history_series(history, commits)
     changes = () if older is None else _changes(older, newer, series, margin)
     stages = breakdowns(newer)
     timelines = tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune)
@@ -263,49 +265,25 @@ def _changes(older: Measurement, newer: Measurement, history: Sequence[Series], 
     changes: list[Change] = []
     for case in newer.rounds:
         for variant in sorted(filter(is_product, newer.variants(case)), key=order):
-            control = _control(older, newer, case, variant)
-            if control is not None:
-                head, base = newer.pairs(case, variant, control), older.pairs(case, variant, control)
-                own_noise = benchmark_noise(noise.get((case, variant)), round_noise(head, base))
+            found = controlled_change(older, newer, case, variant)
+            if found is not None:
                 changes.append(
                     Change(
                         case=case,
                         variant=variant,
                         precision=precision_of(variant),
-                        control=control,
-                        base=paired_ratio(base),
-                        head=paired_ratio(head),
-                        ratio=compare_ratios(head, base),
-                        margin=noise_margin(own_noise, margin),
+                        control=found.control,
+                        controls=found.controls,
+                        base=found.base,
+                        head=found.head,
+                        ratio=found.ratio,
+                        apart=found.apart,
+                        margin=noise_margin(benchmark_noise(noise.get((case, variant)), found.noise), margin),
                         verdict=Verdict.INCONCLUSIVE,
                     )
                 )
     judged = judge([change.ratio for change in changes], [change.margin for change in changes])
     return tuple(replace(change, verdict=found) for change, found in zip(changes, judged, strict=True))
-
-
-def _control(older: Measurement, newer: Measurement, case: Case, variant: str) -> str | None:
-    """The peer in the same precision, timed beside the variant at both commits, that waits for the same.
-
-    That is the host or the device, which vary differently. Times that are about as long wait for the same: the closest
-    one at the older commit. Where none is, the peer is chosen with which the variant varied most alike from process to
-    process, of those that were timed in the most; eager where that is not known.
-    """
-    pairs = {
-        peer: (base, head)
-        for peer in sorted(newer.variants(case), key=order)
-        if not is_kitsune(peer)
-        and precision_of(peer) == precision_of(variant)
-        and (head := newer.pairs(case, variant, peer))
-        and (base := older.pairs(case, variant, peer))
-    }
-    distances = {peer: abs(math.log(paired_ratio(base).ratio)) for peer, (base, _) in pairs.items()}
-    close = [peer for peer in pairs if distances[peer] < _UNLIKE]
-    if close:
-        return min(close, key=distances.__getitem__)
-    most = max((sum(map(len, sides)) for sides in pairs.values()), default=0)
-    noises = {peer: round_noise(*sides) for peer, sides in pairs.items() if sum(map(len, sides)) == most}
-    return min(noises, key=lambda peer: math.inf if (noise := noises[peer]) is None else noise, default=None)
 
 
 def _lost(older: Measurement, newer: Measurement) -> tuple[Lost, ...]:
@@ -369,41 +347,6 @@ def _skip_groups(measured: Measurement) -> tuple[SkipGroup, ...]:
     )
 
 
-def _history(history: History, commits: Mapping[str, Commit]) -> tuple[Series, ...]:
-    environments = {commit: environment_of(history.runs(commit)[-1].facts) for commit in history.commits}
-    position = {commit: place for place, commit in enumerate(history.commits)}
-    series = []
-    for (case, variant), values in sorted(series_values(history).items(), key=lambda item: order(item[0][1])):
-        measured = [commits[commit] for commit in values.commits]
-        changes = level_changes(measured, values.ratios, environments, position)
-        noise = repeat_noise(values.ratios)
-        series.append(Series(case, variant, precision_of(variant), _Points(values, commits), changes, noise))
-    return tuple(series)
-
-
-class _Points(Sequence[Point]):
-    """The points of values, which are made as they are looked at."""
-
-    def __init__(self, values: Sequence[Value], commits: Mapping[str, Commit]) -> None:
-        self._values = values
-        self._commits = commits
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> Point: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Point]: ...
-
-    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
-        if isinstance(index, slice):
-            return _Points(self._values[index], self._commits)
-        value = self._values[index]
-        return Point(self._commits[value.commit], value.ratio, value.seconds)
-
-
 def _losses(measured: Measurement) -> tuple[LossCurve, ...]:
     profiles = sorted(measured.profiles.items(), key=lambda item: order(item[0][1]))
     return tuple(
@@ -448,6 +391,25 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
     if differing:
         told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
         notes.append(f"the environment changed between the commits ({told}); changes may be its doing")
+    notes += _machine_notes(older, newer, changes)
     if not changes:
         notes.append("no Kitsune variant was measured beside the same peer at both commits, so no change can be judged")
     return tuple(notes)
+
+
+def _machine_notes(older: Measurement, newer: Measurement, changes: Sequence[Change]) -> list[str]:
+    """That the machines may differ, and what cannot be told for that reason."""
+    if not changes or on_one_machine(older, newer):
+        return []
+    identities = [{name: side.facts.get(name) for name in MACHINE_FACTS} for side in (older, newer)]
+    is_known = all(identity["boot_id"] is not None for identity in identities)
+    told = "were measured" if is_known else "may have been measured"
+    notes = [f"the commits {told} on different machines of one kind; a change stands against every control of its row"]
+    torn = [change for change in changes if change.is_torn]
+    if torn:
+        apart = f"{max(change.apart for change in torn) - 1:.0%}"
+        notes.append(
+            f"{len(torn)} row(s) are inconclusive where controls differ by up to {apart} in how much has changed:"
+            " host and device changed apart; measure both commits in one run"
+        )
+    return notes

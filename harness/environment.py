@@ -156,6 +156,8 @@ def facts() -> dict[str, object]:
         "ram_bytes": _ram_bytes(),
         "gpu_memory_bytes": None if properties is None else properties.total_memory,
         "compute_capability": None if properties is None else f"{properties.major}.{properties.minor}",
+        "gpu_uuid": None if properties is None else str(properties.uuid),
+        "boot_id": _boot_id(),
     }
 
 
@@ -194,6 +196,14 @@ def _cores() -> int:
 
 def _ram_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _boot_id() -> str | None:
+    """What the kernel drew when this machine was started; None where it draws nothing."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
 
 
 def _slug(text: str) -> str:

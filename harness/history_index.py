@@ -1,4 +1,4 @@
-"""Ratios to eager at every measured commit, from an index: a long history is not read file by file each time.
+"""Ratios to controls at every measured commit, from an index: a long history is not read file by file each time.
 
 Only files that are new or have changed since are read; the index is one array, beside the results it is made of.
 """
@@ -12,16 +12,17 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
-from harness import names, selection, stats, store
+from harness import controls, names, selection, stats, store
 from harness.catalogue import FOLDER, Stamp, code_digest, keep
-from harness.names import is_product, reference_of
+from harness.controls import is_captured
+from harness.names import is_product, precision_of, reference_of
 from harness.selection import Case, Measurement
 from harness.stats import Estimate, paired_ratio, typical_seconds
 from harness.store import History
@@ -43,11 +44,13 @@ _POINT = np.dtype(
 Points = npt.NDArray[np.void]
 Key = tuple[Case, str]
 """A case and a variant: what makes a series."""
+_Held = tuple[Case, str, str]
+"""A case, a variant, and the control that it is held against."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A variant at one commit: its seconds per step, and its time as a multiple of eager's in the same precision."""
+    """A variant at one commit: its seconds per step, and its time as a multiple of its control's."""
 
     commit: str
     seconds: float
@@ -84,9 +87,15 @@ class Values(Sequence[Value]):
 
     @property
     def ratios(self) -> list[float]:
-        """The ratios to eager alone."""
+        """The ratios to the control alone."""
         ratios: list[float] = self._points["ratio"].tolist()
         return ratios
+
+    @property
+    def seconds(self) -> list[float]:
+        """The seconds alone."""
+        seconds: list[float] = self._points["seconds"].tolist()
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -94,14 +103,14 @@ class _Index:
     """Points of commits, given with the stamps of their files; ``commit`` and ``series`` of a point count in these."""
 
     commits: tuple[tuple[str, Stamp], ...]
-    series: tuple[Key, ...]
+    series: tuple[_Held, ...]
     points: Points
 
 
-def series_values(history: History) -> dict[Key, Values]:
-    """The values of each of Kitsune's forms, as users run them, where eager was timed beside it: in the order of the
-    commits, those without a value left out. Series are in the order in which they first appear. The index is of all
-    that was loaded, whatever part of it the history is.
+def series_values(history: History) -> dict[Key, dict[str, Values]]:
+    """The values of each of Kitsune's forms, as users run them, against each control that was timed beside it, eager or
+    captured by hand: in the order of the commits, those without a value left out. Series are in the order in which they
+    first appear. The index is of all that was loaded, whatever part of it the history is.
 
     Rounds of a commit are pooled as in a comparison: those of the newest run's environment.
     """
@@ -112,11 +121,11 @@ def series_values(history: History) -> dict[Key, Values]:
     shown = index.points[places >= 0]
     ordered = shown[np.lexsort((places[places >= 0], shown["series"]))]
     starts = np.searchsorted(ordered["series"], np.arange(len(index.series) + 1))
-    return {
-        key: Values(commits, ordered[start:end])
-        for key, start, end in zip(index.series, starts, starts[1:], strict=False)
-        if start < end and history.is_about(key[0].model)
-    }
+    found: dict[Key, dict[str, Values]] = {}
+    for (case, variant, control), start, end in zip(index.series, starts, starts[1:], strict=False):
+        if start < end and history.is_about(case.model):
+            found.setdefault((case, variant), {})[control] = Values(commits, ordered[start:end])
+    return found
 
 
 def _updated(history: History) -> _Index:
@@ -147,31 +156,34 @@ def _extended(old: _Index, history: History, wanted: tuple[tuple[str, Stamp], ..
     return _Index(wanted, tuple(series), np.concatenate([kept, np.array(new, dtype=_POINT)]))
 
 
-def _points(measured: Measurement) -> Iterator[tuple[Key, tuple[float, float, float, float, int, int, float]]]:
+def _points(measured: Measurement) -> Iterator[tuple[_Held, tuple[float, float, float, float, int, int, float]]]:
     for case, rounds in measured.rounds.items():
-        for variant in filter(is_product, measured.variants(case)):
-            pairs = measured.pairs(case, variant, reference_of(variant))
-            if not pairs:
-                continue
+        timed = measured.variants(case)
+        for variant in filter(is_product, timed):
             seconds = typical_seconds([entry.blocks[variant].seconds for entry in rounds if variant in entry.blocks])
-            ratio = paired_ratio(pairs)
-            freedom = math.nan if ratio.freedom is None else ratio.freedom
-            yield (
-                (case, variant),
-                (seconds, ratio.ratio, ratio.low, ratio.high, ratio.rounds, ratio.pairs, freedom),
-            )
+            for control in filter(partial(_is_control, variant), timed):
+                pairs = measured.pairs(case, variant, control)
+                if pairs:
+                    ratio = paired_ratio(pairs)
+                    freedom = math.nan if ratio.freedom is None else ratio.freedom
+                    numbers = (seconds, ratio.ratio, ratio.low, ratio.high, ratio.rounds, ratio.pairs, freedom)
+                    yield (case, variant, control), numbers
+
+
+def _is_control(variant: str, peer: str) -> bool:
+    return peer == reference_of(variant) or (is_captured(peer) and precision_of(peer) == precision_of(variant))
 
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    return code_digest([sys.modules[__name__], names, selection, stats, *store.reader_modules()])
+    return code_digest([sys.modules[__name__], controls, names, selection, stats, *store.reader_modules()])
 
 
 def _encoded(index: _Index) -> bytes:
     header = {
         "code": _code(),
         "commits": index.commits,
-        "series": [[asdict(case), variant] for case, variant in index.series],
+        "series": [[asdict(case), variant, control] for case, variant, control in index.series],
     }
     buffer = io.BytesIO()
     np.savez(buffer, header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), points=index.points)
@@ -193,6 +205,6 @@ def _read(path: Path) -> _Index | None:
     assert isinstance(series, list)
     return _Index(
         tuple((commit, (stamp[0], stamp[1], stamp[2])) for commit, stamp in commits),
-        tuple((Case(**case), variant) for case, variant in series),
+        tuple((Case(**case), variant, control) for case, variant, control in series),
         points,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal, get_args
 
 from harness.conclusive import MARGIN
@@ -14,6 +15,7 @@ from harness.names import order, precision_of, reference_of
 from harness.rows import Contrast
 from harness.selection import Case, Measurement
 from harness.stats import (
+    MOST_MARGIN,
     Estimate,
     Pairs,
     Verdict,
@@ -53,20 +55,25 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class _Single:
-    """A metric with one value for each run: where it is, its unit, and whether repeating it gives the same again."""
+    """A metric with one value for each run: where it is, its unit, and a second reading of it by the same process."""
 
     value: Callable[[Profile], float | None]
     unit: str
-    repeats: Callable[[Case], bool]
+    second: Callable[[Profile], float | None]
 
 
 def _bytes(profile: Profile) -> float | None:
     return profile.peak_rss_bytes if profile.peak_allocated_bytes is None else profile.peak_allocated_bytes
 
 
+def _bytes_of_a_step(profile: Profile) -> float | None:
+    timeline = profile.memory_timeline
+    return None if timeline is None else max(allocated for _, allocated, _ in timeline.points)
+
+
 _SINGLE: Mapping[str, _Single] = {
-    "setup": _Single(lambda profile: profile.setup_s, "s", lambda case: False),
-    "memory": _Single(_bytes, "bytes", lambda case: case.device == "cuda"),
+    "setup": _Single(lambda profile: profile.setup_s, "s", lambda profile: None),
+    "memory": _Single(_bytes, "bytes", _bytes_of_a_step),
 }
 
 
@@ -94,32 +101,35 @@ def across(
 ) -> tuple[Contrast, ...]:
     """The same variants on two sides that were measured apart, metric by metric; "ratio" is that to eager's time.
 
-    Times are judged by the spread between rounds on both sides; a single value for each run by the spread between runs,
-    and without one only where repeating it on the same machine gives the same.
+    Times are judged by the spread between rounds on both sides; a single value for each run by the spread between runs.
+    Where a side has one run, only the bytes that torch's allocator counts say something: that they are the same, or
+    that they differ by more than :data:`harness.stats.MOST_MARGIN`, at the peak and in a recorded step alike. The peak
+    of one process may have something that happens once, such as recording a graph for a recurring batch, which that of
+    another has not: with the same plan, an MLP's was 8 or 15 MiB, and its recorded step took 8.
 
     Args:
         wanted: which variants, by name.
     """
     found = [
-        _across(older, newer, case, variant, metric, margins[metric])
+        entry
         for case in newer.rounds
         for variant in sorted(filter(wanted, newer.variants(case)), key=order)
         for metric in metrics
+        for entry in _across(older, newer, case, variant, metric, margins[metric])
     ]
-    return _judged([entry for entry in found if entry is not None])
+    return _judged(found)
 
 
 def within(
     measured: Measurement, base: str, head: str, metrics: Iterable[Name], margins: Mapping[Name, float]
 ) -> tuple[Contrast, ...]:
     """Two variants of one measurement, case by case; their times by pairs of the same turn."""
-    found = []
+    found: list[Contrast] = []
     for case in measured.rounds:
         for metric in metrics:
             if metric in _SINGLE:
-                sides = [_values(measured, case, variant, metric) for variant in (base, head)]
-                if all(sides):
-                    found.append(_single(case, (base, head), metric, sides, margins[metric]))
+                sides = [measured.every_profile(case, variant) for variant in (base, head)]
+                found += _single(case, (base, head), metric, sides, margins[metric])
             elif pairs := measured.pairs(case, head, base):
                 values = (_seconds(measured, case, base), _seconds(measured, case, head))
                 margin = noise_margin(round_noise(pairs), margins[metric])
@@ -129,33 +139,39 @@ def within(
 
 def _across(
     older: Measurement, newer: Measurement, case: Case, variant: str, metric: Name, margin: float
-) -> Contrast | None:
+) -> list[Contrast]:
+    """The contrast, if both sides have what it takes."""
     if variant not in older.variants(case):
-        return None
+        return []
     if metric == "ratio":
         return _relative(older, newer, case, variant, margin)
     if metric == "time":
         base, head = (_absolute(side, case, variant) for side in (older, newer))
         values = (_seconds(older, case, variant), _seconds(newer, case, variant))
-        return _compared(case, (variant, variant), ("time", "s"), values, (base, head), margin)
-    sides = [_values(side, case, variant, metric) for side in (older, newer)]
-    return _single(case, (variant, variant), metric, sides, margin) if all(sides) else None
+        return [_compared(case, (variant, variant), ("time", "s"), values, (base, head), margin)]
+    sides = [side.every_profile(case, variant) for side in (older, newer)]
+    return _single(case, (variant, variant), metric, sides, margin)
 
 
-def _relative(older: Measurement, newer: Measurement, case: Case, variant: str, margin: float) -> Contrast | None:
+def _relative(older: Measurement, newer: Measurement, case: Case, variant: str, margin: float) -> list[Contrast]:
     base, head = (side.pairs(case, variant, reference_of(variant)) for side in (older, newer))
     if variant == reference_of(variant) or not base or not head:
-        return None
+        return []
     values = (paired_ratio(base).ratio, paired_ratio(head).ratio)
-    return _compared(case, (variant, variant), ("ratio", "times eager"), values, (base, head), margin)
+    return [_compared(case, (variant, variant), ("ratio", "times eager"), values, (base, head), margin)]
 
 
 def _single(
-    case: Case, variants: tuple[str, str], metric: str, sides: Sequence[Sequence[float]], margin: float
-) -> Contrast:
-    base, head = sides
-    values = (typical_seconds([base]), typical_seconds([head]))
-    return _compared(case, variants, (metric, _SINGLE[metric].unit), values, (_unpaired(base), _unpaired(head)), margin)
+    case: Case, variants: tuple[str, str], metric: str, sides: Sequence[Sequence[Profile]], margin: float
+) -> list[Contrast]:
+    of = _SINGLE[metric]
+    base, head = (_values(profiles, of.value) for profiles in sides)
+    if not base or not head:
+        return []
+    values = (median(base), median(head))
+    found = _compared(case, variants, (metric, of.unit), values, (_unpaired(base), _unpaired(head)), margin)
+    before, after = (_values(profiles, of.second) for profiles in sides)
+    return [replace(found, second_ratio=median(after) / median(before) if before and after else None)]
 
 
 def _compared(
@@ -202,16 +218,25 @@ def _judged(contrasts: Sequence[Contrast]) -> tuple[Contrast, ...]:
     for metric in {entry.metric for entry in contrasts}:
         members = [entry for entry in contrasts if entry.metric == metric]
         verdicts[metric] = iter(judge([entry.ratio for entry in members], [entry.margin for entry in members]))
-    judged = [replace(entry, verdict=next(verdicts[entry.metric])) for entry in contrasts]
-    return tuple(
-        replace(entry, verdict=_by_value(entry.ratio.ratio, entry.margin)) if _is_exact(entry) else entry
-        for entry in judged
-    )
+    return tuple(replace(entry, verdict=_confirmed(entry, next(verdicts[entry.metric]))) for entry in contrasts)
 
 
-def _is_exact(entry: Contrast) -> bool:
-    """Whether single values without an interval say enough: repeating them gives the same again."""
-    return entry.metric in _SINGLE and not entry.ratio.has_interval and _SINGLE[entry.metric].repeats(entry.case)
+def _confirmed(entry: Contrast, judged: Verdict) -> Verdict:
+    """A verdict that neither rests on one run nor is contradicted by the second reading, as far as there is one."""
+    if entry.metric == "memory" and entry.case.device == "cuda" and not entry.ratio.has_interval:
+        return _of_one_run(entry)
+    if judged not in (Verdict.FASTER, Verdict.SLOWER) or entry.second_ratio is None:
+        return judged
+    return judged if _by_value(entry.second_ratio, entry.margin) is judged else Verdict.INCONCLUSIVE
+
+
+def _of_one_run(entry: Contrast) -> Verdict:
+    if _by_value(entry.ratio.ratio, entry.margin) is Verdict.SAME:
+        return Verdict.SAME
+    widest = max(entry.margin, MOST_MARGIN)
+    second = Verdict.SAME if entry.second_ratio is None else _by_value(entry.second_ratio, widest)
+    is_confirmed = second is not Verdict.SAME and second is _by_value(entry.ratio.ratio, widest)
+    return second if is_confirmed else Verdict.INCONCLUSIVE
 
 
 def _by_value(ratio: float, margin: float) -> Verdict:
@@ -221,10 +246,9 @@ def _by_value(ratio: float, margin: float) -> Verdict:
     return Verdict.FASTER if ratio < least else Verdict.SAME
 
 
-def _values(measured: Measurement, case: Case, variant: str, metric: str) -> list[float]:
+def _values(profiles: Sequence[Profile], value: Callable[[Profile], float | None]) -> list[float]:
     """The positive values of the pooled runs, one of each; those of a variant that was never profiled are none."""
-    found = [_SINGLE[metric].value(profile) for profile in measured.every_profile(case, variant)]
-    return [value for value in found if value is not None and value > 0]
+    return [found for profile in profiles if (found := value(profile)) is not None and found > 0]
 
 
 def _absolute(measured: Measurement, case: Case, variant: str) -> list[list[tuple[float, float]]]:

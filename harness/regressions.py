@@ -100,7 +100,7 @@ def _levels(comparison: Comparison) -> Iterator[Regression]:
         for change in series.changes:
             if not change.is_worse:
                 continue
-            variants = [reference_of(series.variant), series.variant]
+            variants = [reference_of(series.variant), series.control, series.variant]
             yield Regression(
                 case=series.case,
                 variant=series.variant,

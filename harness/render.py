@@ -30,7 +30,7 @@ from harness.tables import (
     variant_table,
 )
 
-JSON_SCHEMA = 1
+JSON_SCHEMA = 2
 """Raised when a field of the JSON document changes its meaning or goes away."""
 
 _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m", Tone.FAINT: "\x1b[2m"}
@@ -306,7 +306,8 @@ def _change_fields(change: Change) -> dict[str, object]:
 
 def _level_change_fields(series: Series, change: LevelChange) -> dict[str, object]:
     commits = {"before": change.before.sha, "first": change.first.sha, "latest": change.latest.sha}
-    return {"case": vars(series.case), "variant": series.variant, **vars(change), **commits}
+    named = {"case": vars(series.case), "variant": series.variant, "control": series.control}
+    return {**named, **vars(change), **commits}
 
 
 def contrast_fields(entry: Contrast) -> dict[str, object]:

@@ -114,19 +114,28 @@ class Change:
     """One of Kitsune's forms, as users run it, between two commits.
 
     ``base`` and ``head`` are its time as a multiple of that of the control, a peer in the same precision, measured in
-    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, ``margin`` what it is judged
-    by: the comparison's, or a wider one where the noise of this benchmark asks for it.
+    the same processes: what slows the whole machine cancels. ``ratio`` is head over base, with an interval that stands
+    against all ``controls`` (:mod:`harness.controls`), which differ by the factor ``apart`` in what they make of the
+    change; ``control`` is the one that leaves least of it. ``margin`` is what it is judged by: the comparison's, or a
+    wider one where the noise of this benchmark asks for it.
     """
 
     case: Case
     variant: str
     precision: str
     control: str
+    controls: tuple[str, ...]
     base: Estimate
     head: Estimate
     ratio: Estimate
+    apart: float
     margin: float
     verdict: Verdict
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether it is inconclusive, and controls differ by more than the margin."""
+        return self.verdict is Verdict.INCONCLUSIVE and self.apart > 1 + self.margin
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,8 @@ class Contrast:
 
     ``base`` and ``head`` are in ``unit``. ``ratio`` is head over base, below 1 where head took less, ``margin`` what it
     is judged by: the metric's, or a wider one where the noise of this row asks for it. On the side of base stands
-    ``base_variant``, on that of head ``variant``: one and the same, unless two variants are compared.
+    ``base_variant``, on that of head ``variant``: one and the same, unless two variants are compared. Of memory on a
+    GPU ``second_ratio`` is what a second reading says: the most that one recorded step had allocated, head over base.
     """
 
     case: Case
@@ -157,6 +167,7 @@ class Contrast:
     ratio: Estimate
     margin: float
     verdict: Verdict
+    second_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Point:
-    """A variant at one commit of the history: its time as a multiple of eager's, and its seconds per step."""
+    """A variant at one commit of the history: its time as a multiple of its control's, and its seconds per step."""
 
     commit: Commit
     ratio: Estimate
@@ -199,7 +210,7 @@ class LevelChange:
 
     ``before`` is the last commit that was surely measured at the old level: with 95% confidence the change lies after
     it and not after ``latest``. In that range ``missing`` measured commits have no value of the series. ``ratio`` is
-    the new level over the old one.
+    the new level over the old one, the least of what confirms it.
     """
 
     before: Commit
@@ -222,7 +233,7 @@ class EnvironmentChange:
 
 @dataclass(frozen=True)
 class Series:
-    """One of Kitsune's forms over the measured commits, oldest first; commits without it are absent.
+    """One of Kitsune's forms over the measured commits, oldest first; commits without it or its control are absent.
 
     ``points`` are made as they are looked at: there may be many. ``noise`` is by how much measurements one after the
     other differ (:func:`harness.stats.repeat_noise`).
@@ -231,6 +242,7 @@ class Series:
     case: Case
     variant: str
     precision: str
+    control: str
     points: Sequence[Point]
     changes: tuple[LevelChange, ...]
     noise: float | None

@@ -12,6 +12,10 @@ from harness.store import History, Phases, Profile, Round, Run, Skip, Store
 ENVIRONMENT_FACTS = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "cpu", "cores", "threads")
 """Machine facts that change what is measured: rounds are pooled only where all of these agree."""
 
+MACHINE_FACTS = ("boot_id", "gpu_uuid")
+"""Facts that tell machines of one kind apart: their hosts may be faster or slower, so changes take more to be believed.
+A machine that was started again counts as another; results of earlier versions say nothing of it."""
+
 
 class ComparisonError(Exception):
     """The comparison asked for cannot be formed. The message is one line that says why and what there is instead."""
@@ -108,6 +112,12 @@ def _is_loss(skip: Skip, newest: Run) -> bool:
 def changed_facts(one: Mapping[str, object], other: Mapping[str, object]) -> tuple[str, ...]:
     """Names of the environment facts in which two runs differ."""
     return tuple(name for name in ENVIRONMENT_FACTS if one.get(name) != other.get(name))
+
+
+def on_one_machine(*measurements: Measurement) -> bool:
+    """Whether all runs of the measurements are known to be of one machine, started once."""
+    identities = {tuple(run.facts.get(name) for name in MACHINE_FACTS) for entry in measurements for run in entry.runs}
+    return len(identities) == 1 and identities.pop()[0] is not None
 
 
 def choose_machine(store: Store, name: str | None, here: str) -> str:

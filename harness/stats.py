@@ -157,6 +157,27 @@ def compare_ratios(head: Sequence[Pairs], base: Sequence[Pairs]) -> Estimate:
     return _estimate(centre, deviations, freedom, len(fewer), pairs)
 
 
+def standing_against_all(estimates: Sequence[Estimate]) -> Estimate:
+    """One change, seen against several controls of which any may be the right one: what stands against all of them.
+
+    The smallest of the changes, in an interval from the lowest bound to the highest: that one of them is beyond a
+    margin is rejected where it is for each (Berger, "Multiparameter Hypothesis Testing and Acceptance Sampling",
+    Technometrics 1982), without any allowance for their number.
+
+    Args:
+        estimates: one a control, at least one.
+    """
+    least = min(estimates, key=lambda estimate: abs(math.log(estimate.ratio)))
+    return Estimate(
+        least.ratio,
+        min(estimate.low for estimate in estimates),
+        max(estimate.high for estimate in estimates),
+        least.rounds,
+        least.pairs,
+        min(estimate._freedom for estimate in estimates),
+    )
+
+
 def log_medians(rounds: Sequence[Pairs]) -> list[float]:
     """The median of the log-ratios of each round: the one number that a round contributes.
 

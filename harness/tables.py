@@ -157,8 +157,8 @@ def change_table(comparison: Comparison) -> Table:
         Column("after", "the same at the newer commit", numeric=True),
         Column(
             "control",
-            "the peer whose time was closest to this one's at the older commit; where none was close, the one that "
-            "varied most alike",
+            "the peer that leaves least of the change, of all that may wait for the same, host or device: the interval "
+            "stands against each of them",
         ),
     )
     lost = [
@@ -321,7 +321,11 @@ def level_table(comparison: Comparison) -> Table:
     columns = (
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
-        Column("change of time", "the level after it against the one before, as multiples of eager's", numeric=True),
+        Column(
+            "change of time",
+            "the level after it against the one before: the least that a control leaves of it",
+            numeric=True,
+        ),
         Column("verdict", "in which direction; only changes of at least 2% that are hardly chance are listed"),
         Column("first at", "the commit since which it most likely is so"),
         Column("after", "the last commit that surely was at the old level"),

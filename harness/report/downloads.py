@@ -30,7 +30,9 @@ def _files(comparison: Comparison) -> Sequence[_File]:
     return (
         _File("comparison", "all rows, changes and verdicts, as --json writes them", compact(document)),
         _File("samples", "seconds per step of every block of every round at the newer commit", _samples(comparison)),
-        _File("history", "time over eager's, with its interval, and seconds at every commit", _history(comparison)),
+        _File(
+            "history", "time over its control's, with its interval, and seconds at every commit", _history(comparison)
+        ),
     )
 
 
@@ -46,6 +48,7 @@ def _history(comparison: Comparison) -> str:
             {
                 "case": vars(series.case),
                 "variant": series.variant,
+                "control": series.control,
                 "points": [
                     {"commit": point.commit.sha, **_bounds(point.ratio), "seconds": point.seconds}
                     for point in series.recent

@@ -99,7 +99,7 @@ def setups(comparison: Comparison) -> list[Figure]:
 
 
 def history(comparison: Comparison) -> list[Figure]:
-    """Lines for each case measured at several commits: Kitsune's speed-up over eager, with a band for its interval."""
+    """Lines for each case measured at several commits: speed-ups over controls, with bands for their intervals."""
     figures = []
     for index, case in enumerate(_cases(series for series in comparison.history if len(series.points) > 1)):
         members = [series for series in comparison.history if series.case == case]
@@ -229,7 +229,8 @@ def _line(series: Series) -> Spec:
     name = style.variant_name(series.variant)
     hovers = [
         f"<b>{name}</b><br>{style.shown(formats.commit(point.commit))}<br>"
-        f"{formats.ratio_with_interval(speedup)} × as fast as eager<br>{formats.seconds(point.seconds)} per step"
+        f"{formats.ratio_with_interval(speedup)} × as fast as {label(series.control)}<br>"
+        f"{formats.seconds(point.seconds)} per step"
         for point, speedup in zip(series.recent, speedups, strict=True)
     ]
     return {

@@ -15,7 +15,7 @@ from harness.rows import Commit, Comparison, Series
 
 
 def history_tables(comparison: Comparison) -> str:
-    """Speed-ups over eager with their intervals at the last measured commits, the latest first."""
+    """Speed-ups over their controls with their intervals at the last measured commits, the latest first."""
     cases = dict.fromkeys(series.case for series in comparison.history if len(series.points) > 1)
     return "".join(
         f"<details{markup.models(case.model)}><summary>{escape(style.case_name(case))}</summary>"
@@ -37,7 +37,10 @@ def _table(members: Sequence[Series], commits: Sequence[Commit]) -> str:
         {point.commit.sha: formats.ratio_with_interval(point.ratio.inverted()) for point in series.recent}
         for series in members
     ]
-    headings = "".join(f"<th scope=col>{escape(f'{label(entry.variant)}, {entry.precision}')}" for entry in members)
+    headings = "".join(
+        f"<th scope=col>{escape(f'{label(entry.variant)} over {label(entry.control)}, {entry.precision}')}"
+        for entry in members
+    )
     rows = "".join(
         f"<tr><th scope=row>{_named(commit)}{_cells([entry.get(commit.sha, formats.ABSENT) for entry in values])}"
         for commit in reversed(commits)

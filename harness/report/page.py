@@ -172,9 +172,10 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
         _Section(
             "History",
             "History",
-            f"Kitsune's speed-up over eager at the last {SHOWN_POINTS} measured commits, oldest first, with its 95%"
-            " interval. Solid lines are fp32, dashed ones amp. Where a dotted line stands, a level changed for three"
-            " commits or more; a grey one of long dashes is a change of the environment. All of them are listed below.",
+            "Kitsune's speed-up over the step captured by hand, which hosts hardly change (over eager where that is"
+            f" missing), at the last {SHOWN_POINTS} measured commits, oldest first, with its 95% interval. Solid lines"
+            " are fp32, dashed ones amp. Where a dotted line stands, a level changed for three commits or more; a grey"
+            " one of long dashes is a change of the environment. All of them are listed below.",
             _history(comparison, charts["history"]),
         ),
         _Section(

@@ -22,12 +22,13 @@ _GPU_FACTS = {
     "device": "NVIDIA H200", "device_type": "cuda", "driver": "580.159.03", "cuda": "13.0", "cudnn": "91300",
     "torch": "2.13.0+cu130", "triton": "3.6.0", "python": "3.12.3", "os": "Linux 6.18", "cpu": "INTEL(R) XEON(R)",
     "cores": 16, "threads": 16, "ram_bytes": 128 * 2**30, "gpu_memory_bytes": 139 * 2**30,
+    "gpu_uuid": "0c5b7f9e", "boot_id": "5f1d3b60",
 }  # fmt: skip
 _CPU_FACTS = {
     "device": "Intel(R) Xeon(R) Processor @ 2.60GHz", "device_type": "cpu", "driver": None, "cuda": None, "cudnn": None,
     "torch": "2.13.0+cpu", "triton": None, "python": "3.11.7", "os": "Linux 6.18",
     "cpu": "Intel(R) Xeon(R) Processor @ 2.60GHz", "cores": 2, "threads": 2, "ram_bytes": 8 * 2**30,
-    "gpu_memory_bytes": None,
+    "gpu_memory_bytes": None, "gpu_uuid": None, "boot_id": "84a2c7d1",
 }  # fmt: skip
 
 _VARIANTS = (

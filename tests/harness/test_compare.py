@@ -187,7 +187,7 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
 
     document = json.loads(path.read_text(), parse_constant=pytest.fail)
 
-    assert document["schema"] == 1
+    assert document["schema"] == 2
     assert document["regressions"] == 1
     assert document["head"]["sha"] == COMMITS[2]
     assert len(document["rows"]) == 20 * 3 - 1

@@ -20,7 +20,19 @@ def test_facts_can_be_stored_and_name_the_device() -> None:
     assert facts["device"]
     assert facts["cores"] >= 1
     assert facts["ram_bytes"] > 2**20
-    for name in ("driver", "cuda", "cudnn", "torch", "triton", "python", "os", "cpu", "gpu_memory_bytes"):
+    for name in (
+        "driver",
+        "cuda",
+        "cudnn",
+        "torch",
+        "triton",
+        "python",
+        "os",
+        "cpu",
+        "gpu_memory_bytes",
+        "gpu_uuid",
+        "boot_id",
+    ):
         assert name in facts
 
 

@@ -64,7 +64,7 @@ def test_a_level_that_became_worse_is_measured_again_on_both_sides(slower: Compa
     assert (level.before, level.after, level.p_value, level.limit) == (before, first, 0.003, 1.02)
     assert level.command == (
         f"python -m harness.run {before.sha[:12]} {first.sha[:12]} --profile quick --case {series.case.name}"
-        " --variant eager_fp32 --variant kitsune_trainstep_fp32"
+        " --variant eager_fp32 --variant handcaptured_fp32 --variant kitsune_trainstep_fp32"
     )
 
 
