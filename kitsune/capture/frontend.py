@@ -324,12 +324,9 @@ def _noting(called: _Called) -> Any:
     inline: Callable[..., Any] = InliningInstructionTranslator.inline_call
 
     def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
-        try:
-            called[function.get_function(), _owner(getattr(function, "obj", None) or (args[0] if args else None))] = (
-                None
-            )
-        except NotImplementedError:  # made by the call itself, or of a kind that has no class
-            pass
+        with suppress(NotImplementedError):  # what the call itself makes, and what has no class
+            subject = getattr(function, "obj", None) or (args[0] if args else None)
+            called[function.get_function(), _owner(subject)] = None
         return inline(parent, function, args, kwargs, **options)
 
     return inline_call
