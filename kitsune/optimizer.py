@@ -35,13 +35,15 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: an optimizer class, or an optimizer.
         params: the parameters or groups, with a class.
+        model: the module whose calls are replayed, or several; None for those that the loop calls first and that own
+            trained parameters. Name it where a part of what is called is to be replayed, each part by itself.
         config: the options, and
         **options: single options (fields of `Config`), which take precedence; with a class, all
             other keywords go to it.
 
     Raises:
-        ConfigError: an unknown option, or a value that is not allowed.
-        TypeError: neither an optimizer class with `params` nor an optimizer.
+        ConfigError: an unknown option, or a value that is not allowed; a `model` of which nothing is trained.
+        TypeError: neither an optimizer class with `params` nor an optimizer; a `model` that is no module.
     """
 
     # GradScaler would hand its scale to this object, and the wrapped optimizer would never see it.
@@ -52,6 +54,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
         params: Iterable[Any] | None = None,
         *,
+        model: torch.nn.Module | Iterable[torch.nn.Module] | None = None,
         config: Config | None = None,
         **options: Any,
     ) -> None:
@@ -65,9 +68,10 @@ class KitsuneOptimizer(torch.optim.Optimizer):
             remedy = "torch.bfloat16; for float16 use torch.autocast and GradScaler in the loop"
             raise ConfigError("amp_dtype", torch.float16, remedy)
         self._wrapped = wrapped
+        self._models = None if model is None else _models(model, wrapped)
         self._log = RefusalLog("the training loop")
         self._waits = False
-        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log)
+        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log, self._models)
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -167,10 +171,10 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return f"KitsuneOptimizer({self._wrapped!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "wrapped": self._wrapped}
+        return {"config": self.config, "wrapped": self._wrapped, "models": self._models}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.config, self._wrapped = state["config"], state["wrapped"]
+        self.config, self._wrapped, self._models = state["config"], state["wrapped"], state["models"]
         self._log = RefusalLog("the training loop")
         self._loop = None
         self._waits = True  # a copy that is only kept must not look for modules
@@ -184,7 +188,20 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def _begin(self) -> None:
         if self._waits:
             self._waits = False
-            self._loop = DropInLoop(self._wrapped, self.config, self._log)
+            self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models)
+
+
+def _models(
+    model: torch.nn.Module | Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
+) -> list[torch.nn.Module]:
+    given = [model] if isinstance(model, torch.nn.Module) else list(model)
+    trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for one in given:
+        if not isinstance(one, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, or several, got {type(one).__name__}")
+        if trained.isdisjoint(map(id, one.parameters())):
+            raise ConfigError("model", type(one).__name__, "modules that own a parameter of the optimizer")
+    return given
 
 
 def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, Any]) -> torch.optim.Optimizer:

@@ -47,7 +47,8 @@ class TrainStep:
         forward: `forward(model, *args, **kwargs)` returns the loss, for every other shape of step.
         clip_grad_norm: clips the 2-norm of all gradients together, as `clip_grad_norm_` does.
         grad_scaler: a `torch.amp.GradScaler`: the loss is scaled, gradients are unscaled, the
-            update is skipped where they overflow, and the scale is updated.
+            update is skipped where they overflow, and the scale is updated. With `enable_amp` in
+            float16 the step makes one if none is given.
         accumulate: that many consecutive calls make one update, with the mean of their gradients.
             Clipping, the scaler and the optimizer apply to that update.
         keep_grads: leave the gradients of the update in `.grad`. Otherwise `.grad` is None
@@ -55,6 +56,9 @@ class TrainStep:
         config: the options, and
         **options: single options (fields of `Config`), which take precedence. Without `config` they are those of
             the `KitsuneOptimizer`, if it is one.
+
+    Attributes:
+        grad_scaler: the scaler in use, whose `state_dict` belongs into a checkpoint; None without.
 
     The returned loss is detached, of the forward pass of this call (not divided by
     `accumulate`), and belongs to the caller. Gradients that were in `.grad` before a call are
@@ -93,14 +97,17 @@ class TrainStep:
             raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm!r}")
         if not _is_positive(accumulate) or accumulate != int(accumulate):
             raise ValueError(f"accumulate must be a whole number from 1 up, got {accumulate!r}")
-        scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
-        if self.config.enable_amp and self.config.amp_dtype is torch.float16 and scaler is None:
-            raise ValueError("amp_dtype=torch.float16 underflows without grad_scaler=torch.amp.GradScaler()")
+        needs_scaler = self.config.enable_amp and self.config.amp_dtype is torch.float16
+        if needs_scaler and grad_scaler is None:
+            grad_scaler = torch.amp.GradScaler(optimizer.param_groups[0]["params"][0].device.type)
+        self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
+        if needs_scaler and self.grad_scaler is None:
+            raise ValueError("amp_dtype=torch.float16 underflows with a grad_scaler that is not enabled")
         loss = _without_amp(model, loss_fn, forward)
         if isinstance(optimizer, KitsuneOptimizer):
             optimizer = optimizer.hand_over()
         self._log = RefusalLog("the training step")
-        self._spec = StepSpec(model, loss, optimizer, clip_grad_norm, scaler, accumulate, keep_grads)
+        self._spec = StepSpec(model, loss, optimizer, clip_grad_norm, self.grad_scaler, accumulate, keep_grads)
         device = self._device_now()
         if device is None:
             raise ValueError("the optimizer has no parameter that requires a gradient")

@@ -40,10 +40,20 @@ class DropInLoop:
     the first call to the end of `step`.
 
     At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first.
+
+    Args:
+        only: the modules whose calls are replayed; None for the outermost ones that own trained parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: Config, log: RefusalLog) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        log: RefusalLog,
+        only: Sequence[torch.nn.Module] | None = None,
+    ) -> None:
         self._optimizer, self._config, self._log = optimizer, config, log
+        self._only = None if only is None else weakref.WeakSet(only)
         self._gradients: dict[int, torch.Tensor] = {}
         self._streams = StreamPool()
         self._update = UpdateStep(optimizer, self._gradients, config=config, streams=self._streams, log=log)
@@ -58,7 +68,7 @@ class DropInLoop:
         self._latest_updated = False
         self._fallbacks = 0
         self._is_paused = False
-        self._finder = ModuleFinder(self._params(), self)
+        self._finder = ModuleFinder(self._params(), self, self._only)
         self._number = next(_numbers)
         _loops[self._number] = self
 
@@ -251,7 +261,7 @@ class DropInLoop:
         """The optimizer was given further parameters, perhaps of modules that were not found yet."""
         self._finder.stop()
         owned = {id(param) for module in self._modules.values() for param in module.parameters()}
-        self._finder = ModuleFinder((param for param in self._params() if id(param) not in owned), self)
+        self._finder = ModuleFinder((param for param in self._params() if id(param) not in owned), self, self._only)
 
     def close(self) -> None:
         """Gives back all calls, graphs and memory."""

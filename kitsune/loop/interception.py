@@ -41,10 +41,21 @@ class ModuleFinder:
     """Tells `taker` of the outermost modules that own any of `params`, each at its first call.
 
     Of a `DistributedDataParallel` that is its module: the wrapper reduces the gradients that arrive at the parameters.
+
+    Args:
+        only: of these modules, each by itself; None for whichever are outermost.
     """
 
-    def __init__(self, params: Iterable[torch.nn.Parameter], taker: CallTaker) -> None:
+    def __init__(
+        self,
+        params: Iterable[torch.nn.Parameter],
+        taker: CallTaker,
+        only: Iterable[torch.nn.Module] | None = None,
+    ) -> None:
+        self._only = None if only is None else weakref.WeakSet(map(_inside, only))
         self._missing = set(map(id, params))
+        if self._only is not None:
+            self._missing &= {id(param) for module in self._only for param in module.parameters()}
         _takers.take(self._missing, taker)
         self._taker = weakref.ref(taker)
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -73,12 +84,19 @@ class ModuleFinder:
         if isinstance(module, DistributedDataParallel):
             taker.wraps(module)
             return
+        if self._only is not None and module not in self._only:
+            return
         present = self._missing & set(map(id, module.parameters()))
         self._missing -= present
         if not self._missing:
             self.stop()
         if any(_takers.of(param) in (taker, None) for param in present):
             taker.found(module)
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    """Of a wrapper whose calls stay its own, the module that it calls."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def _remove(handle: RemovableHandle) -> None:

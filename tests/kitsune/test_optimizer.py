@@ -239,6 +239,59 @@ def test_outputs_belong_to_the_user() -> None:
     assert all(torch.equal(output, value) for output, value in zip(outputs, kept, strict=True))
 
 
+class Wrapper(nn.Module):
+    """Something around a net that the loop calls in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = Net(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("called")  # which no graph can hold
+        return self.head(self.net(x))
+
+
+@pytest.mark.support("Models", "`model=`: a part of what the loop calls, or several", "replayed")
+@pytest.mark.parametrize("several", [False, True])
+def test_the_modules_that_are_named_are_replayed(several: bool) -> None:
+    losses = {}
+    for named in (False, True):
+        torch.manual_seed(0)
+        model = Wrapper()
+        optimizer: torch.optim.Optimizer = adam(model)
+        if named:
+            parts: Any = [model.net, model.head] if several else model.net
+            optimizer = kitsune.KitsuneOptimizer(optimizer, model=parts, mode="replay")
+        losses[named] = Training("eager", model, optimizer).run(8)
+    assert losses[True] == losses[False]
+    assert isinstance(optimizer, kitsune.KitsuneOptimizer)
+    status = optimizer.status()
+    assert status.replays >= 6 * (1 + several)
+    assert not status.refusals
+
+
+def test_a_copy_replays_the_copied_module() -> None:
+    model = Wrapper()
+    optimizer = kitsune.KitsuneOptimizer(adam(model), model=model.net, mode="replay")
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    losses = [Training("eager", *one).run(8) for one in ((model, optimizer), (twin, twin_optimizer))]
+    assert losses[0] == losses[1]
+    assert twin_optimizer.status().replays == optimizer.status().replays >= 6
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [
+        (nn.Linear(2, 2), kitsune.ConfigError, "own a parameter"),
+        ([Net(), 1], kitsune.ConfigError, "own"),
+        ([1], TypeError, "int"),
+    ],
+)
+def test_what_cannot_be_named(model: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        kitsune.KitsuneOptimizer(adam(Net()), model=model)
+
+
 @pytest.mark.support("Gradients", "retain_graph", "replayed")
 def test_retain_graph() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:

@@ -190,3 +190,40 @@ def test_a_scaler_of_the_users_that_unscales_by_hand_in_the_loop() -> None:
         return losses
 
     torch.testing.assert_close(torch.tensor(run("drop_in")), torch.tensor(run("eager")), equal_nan=True)
+
+
+@pytest.mark.support("Precision", "enable_amp in float16 without a scaler: `TrainStep` makes one", "replayed")
+def test_a_step_in_float16_brings_its_own_scaler() -> None:
+    """Its scale takes the course that one of torch's takes in the same loop, and so does the training."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        scaler = training.memo.setdefault("scaler", torch.amp.GradScaler("cpu"))
+        training.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = training.loss_fn(training.model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        courses[training.form].append(scaler.get_scale())
+        return loss.detach()
+
+    def edit(training: Training, index: int) -> None:
+        if index and training.train_step is not None:
+            assert training.train_step.grad_scaler is not None
+            courses["train_step"].append(training.train_step.grad_scaler.get_scale())
+
+    courses: dict[str, list[float]] = {"eager": [], "train_step": []}
+    options = {"enable_amp": True, "amp_dtype": torch.float16}
+    training = compare(
+        "train_step",
+        loop=loop,
+        edit=edit,
+        batches=batches_with_overflows,
+        steps=14,
+        reference={"loop": loop},
+        **options,
+    )
+    edit(training, 14)
+    assert courses["train_step"] == courses["eager"]
+    assert courses["eager"][-1] == 2.0**16 / 2 ** len(OVERFLOWS)
+    assert training.status().replays >= 12

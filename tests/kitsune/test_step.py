@@ -510,7 +510,14 @@ def test_arguments_of_a_wrong_type(changes: dict[str, Any], message: str) -> Non
         ({"accumulate": "x"}, "accumulate must be a whole number from 1 up, got 'x'"),
         ({"accumulate": 0}, "accumulate must be a whole number"),
         ({"accumulate": 1.5}, "accumulate must be a whole number"),
-        ({"enable_amp": True, "amp_dtype": torch.float16}, "grad_scaler"),
+        (
+            {
+                "enable_amp": True,
+                "amp_dtype": torch.float16,
+                "grad_scaler": torch.amp.GradScaler("cpu", enabled=False),
+            },
+            "not enabled",
+        ),
         ({"mode": "fast"}, "'auto', 'replay', 'eager'"),
         ({"mod": "replay"}, "option 'mod'"),
     ],
