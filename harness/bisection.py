@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,10 +27,15 @@ class Search:
     change: Change
 
     def run(self, project: Project) -> int:
-        """Searches; asv's output appears as it comes. Returns asv's exit code."""
-        return subprocess.run(
-            self.command, cwd=project.home, env={**os.environ, **self.variables}, check=False
-        ).returncode
+        """Searches; asv's output appears as it comes. Returns asv's exit code.
+
+        Raises:
+            ProjectError: a run measures in the project's checkout.
+        """
+        with project.alone() as lock:
+            process = asv_process.start(self.command, project.home, {**os.environ, **self.variables}, lock)
+            with asv_process.ended(process):
+                return process.wait()
 
 
 def search(comparison: Comparison, which: str, project: Project) -> Search:

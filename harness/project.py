@@ -63,8 +63,11 @@ class Project:
         return ("kitsune",) if self.is_kitsune else (".",)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[int]:
         """Holds this checkout for one run: two would check out commits over one another, and disturb their times.
+
+        The value is the descriptor of a file. A process that inherits it holds the checkout too, for as long as it
+        lives.
 
         Raises:
             ProjectError: another run holds it.
@@ -84,7 +87,7 @@ class Project:
             file.truncate()
             file.write(f"{os.getpid()}\n")
             file.flush()
-            yield
+            yield file.fileno()
 
     def prepare(self) -> None:
         """Makes the folders, and outside of Kitsune's own checkout asv's configuration. ``HARNESS_COMMIT_URL`` becomes

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -12,6 +13,7 @@ import pytest
 
 from harness import asv_process, environment, profiles, project, run, variants
 from harness.benchmarks.training import Training
+from harness.interruptions import Interrupted
 from harness.progress import Watch
 from harness.project import Project
 from harness.run_plan import Plan, RunError, last_commits
@@ -342,7 +344,7 @@ def test_an_interrupt_ends_asv_and_says_how_to_go_on(
 ) -> None:
     def interrupt(self: Watch) -> list[str]:
         if (tmp_path / "pid").exists():
-            raise KeyboardInterrupt
+            raise Interrupted(signal.SIGINT)
         return []
 
     monkeypatch.setattr(Watch, "new_lines", interrupt)
