@@ -235,6 +235,9 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     comparison = replace(comparison, reproduction=Reproduction(runs[-1].profile, sources))
     if options.metric:
         comparison = _with_metrics(comparison, history, options.metric, margins)
+    passed_over = history.commits[history.commits.index(head_commit) + 1 :] if head is None else ()
+    spoilt = [f"{commit[:8]} is passed over: damage has left no timings of it" for commit in passed_over]
+    comparison = replace(comparison, notes=(*spoilt, *comparison.notes))
     if options.machine is None and machine != here:
         note = f"this machine ({here}) has no results; these are of {machine}, measured most recently"
         comparison = replace(comparison, notes=(note, *comparison.notes))

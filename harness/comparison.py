@@ -31,7 +31,15 @@ from harness.rows import (
     Summary,
 )
 from harness.samples import samples
-from harness.selection import Case, ComparisonError, Measurement, changed_facts, choose_commits, choose_measurements
+from harness.selection import (
+    Case,
+    ComparisonError,
+    Measurement,
+    changed_facts,
+    choose_commits,
+    choose_measurements,
+    without_timings,
+)
 from harness.selftest import outcome
 from harness.stats import (
     Estimate,
@@ -92,7 +100,7 @@ def compare(
     base_commit, head_commit = choose_commits(history, base, head, folder)
     older, newer = choose_measurements(history, base_commit, head_commit)
     if not newer.rounds:
-        raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
+        raise ComparisonError(without_timings(history, head_commit))
     commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
     series = _history(history, commits)

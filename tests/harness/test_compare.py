@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import subprocess
 import sys
@@ -161,9 +162,79 @@ def test_results_of_which_nothing_is_readable(
 
     assert compare.main(["--results", str(tmp_path)]) == 2
 
+    assert str(path) in capsys.readouterr().err
+
+
+NO_TIMES = {
+    "nan": [math.nan, math.nan], "infinite": [math.inf, math.inf], "none": [], "negative": [-1.0, -1.0],
+    "zero": [0.0, 0.0], "no blocks": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("times", NO_TIMES.values(), ids=NO_TIMES)
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_commit_whose_times_are_all_damaged_is_passed_over_and_named(
+    tmp_path: Path, times: list[float] | None, place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    spoilt = tmp_path / GPU_MACHINE / f"{COMMITS[place]}.samples.jsonl"
+    lines = []
+    for line in spoilt.read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "round":
+            blocks = {} if times is None else {name: {"wall_s": times, "device_s": times} for name in record["blocks"]}
+            line = json.dumps({**record, "blocks": blocks})
+        lines.append(line)
+    spoilt.write_text("\n".join(lines) + "\n")
+    path = tmp_path / "out.json"
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE]
+
+    assert compare.main([*arguments, "--json", str(path), "--fail-on", "damage"]) == 1
+
+    document, out = json.loads(path.read_text()), capsys.readouterr().out
+    others = [commit for commit in COMMITS if commit != COMMITS[place]]
+    assert [document["base"]["sha"], document["head"]["sha"]] == others
+    assert f"{spoilt}: 6 lines: line " in out
+    assert (f"note: {COMMITS[2][:8]} is passed over" in out) == (place == 2)
+    assert compare.main([*arguments, COMMITS[0], COMMITS[place]]) == 2
     error = capsys.readouterr().err
-    assert "machine" in error
-    assert not content or str(path) in error
+    assert f"no readable timings: {spoilt}, line " in error
+    assert "(and 5 more); measure it again" in error
+
+
+def test_an_empty_file_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    newest.write_bytes(b"")
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on", "damage"]
+    for _ in range(2):  # read, and then known from the index
+        assert compare.main(arguments) == 1
+        assert f"{newest}: the whole file: is empty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("benchmarks.json", None, "is missing"),
+        (f"{GPU_MACHINE}/machine.json", None, "is missing"),
+        ("benchmarks.json", "{", "not valid JSON"),
+        (f"{GPU_MACHINE}/machine.json", "[]", "not a JSON object"),
+        (f"{GPU_MACHINE}/12345678-shared-py3.12.json", "", "not valid JSON"),
+    ],
+)
+def test_damage_of_asv_s_files_is_told(
+    tmp_path: Path, name: str, content: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    for whole in ("benchmarks.json", f"{GPU_MACHINE}/machine.json", f"{GPU_MACHINE}/12345678-shared-py3.12.json"):
+        (tmp_path / whole).write_text("{}")
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on", "damage"]
+    assert compare.main(arguments) == 0
+    capsys.readouterr()
+    path = tmp_path / name
+    path.unlink() if content is None else path.write_text(content)
+    assert compare.main(arguments) == 1
+    assert f"{path}: the whole file: {words}" in capsys.readouterr().out
 
 
 def test_a_damaged_file_is_named_and_the_rest_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
