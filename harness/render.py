@@ -158,7 +158,9 @@ def verdict_line(comparison: Comparison) -> str:
         return f"No variant of Kitsune was measured ({comparison.head.short})"
     tally = comparison.against_eager
     rows = formats.counted(sum(tally.values()), "row")
-    return f"Kitsune faster than eager in {tally[Verdict.FASTER]} of {rows} ({comparison.head.short})"
+    unclear = tally[Verdict.INCONCLUSIVE]
+    told = f", {unclear} of them inconclusive" if unclear else ""
+    return f"Kitsune faster than eager in {tally[Verdict.FASTER]} of {rows}{told} ({comparison.head.short})"
 
 
 def _header(comparison: Comparison) -> str:
@@ -179,10 +181,10 @@ def _summary_lines(comparison: Comparison) -> list[str]:
     lines = ["* fastest in its precision among the variants that are not Kitsune's"]
     for summary in comparison.summaries:
         peer = summary.over_peer
-        over_peer = "" if peer is None else f", {formats.ratio_with_interval(peer)}× over the best peer"
+        over_peer = "" if peer is None else f", {formats.speedup(peer)} over the best peer"
         lines.append(
             f"{formats.one_line(label(summary.variant))}, {summary.precision}, {summary.device}:"
-            f" {formats.ratio_with_interval(summary.over_eager)}× over eager{over_peer}"
+            f" {formats.speedup(summary.over_eager)} over eager{over_peer}"
             f" (geometric mean of {formats.counted(summary.cases, 'case')})"
         )
     return lines

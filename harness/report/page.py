@@ -131,8 +131,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
             " (drop-in on one stream, unfused), with the optimizer in the same replay (TrainStep, likewise), with those"
             " operators fused that TrainStep fuses by default, and with the streams that it chooses by measurement."
-            " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
-            " that it may differ from the ratio of the bars.",
+            " Where one of these forms was not measured, the next bar adds several of these things at once, and names"
+            " them all. Each × says how many times as fast it is as the one above it: by pairs of blocks in the same"
+            " process, so that it may differ from the ratio of the bars.",
             _explained(charts["contribution"], markup.table(step_tables.contribution_table(comparison))),
         ),
         _Section(
@@ -165,7 +166,10 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Streams",
             "Streams",
             "What runs when within a step: a bar is an operator, coloured by its kind, in the row of its stream; paler"
-            " rows are predicted beside measured ones. Drag to zoom in, click twice to see all. Plans of Kitsune with"
+            " rows are predicted beside measured ones. These are drawn from a replay with an event before and after"
+            " each operator, which makes it longer, most of all where operators are short: look at the order, not at"
+            " the whole. The table has the time of a replay without events; the step of the tables above also has what"
+            " the loop does around it. Drag to zoom in, click twice to see all. Plans of Kitsune with"
             " something switched off are in the table alone.",
             _streams(comparison, charts["streams"]),
         ),
@@ -225,7 +229,7 @@ def _regressions(comparison: Comparison) -> str:
     """Empty where there is nothing to hold anything against."""
     if len(comparison.commits) < 2 and comparison.base is None:
         return ""
-    return regression_list(regressions(comparison))
+    return regression_list(regressions(comparison), comparison.judgements)
 
 
 def _changes(comparison: Comparison, commands: markup.Commands) -> str:

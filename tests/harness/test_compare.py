@@ -133,6 +133,19 @@ def test_without_an_earlier_commit_there_is_no_regression(tmp_path: Path, capsys
     assert "no earlier commit is measured" in capsys.readouterr().out
 
 
+def test_one_round_claims_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    for commit in COMMITS[1:]:
+        (tmp_path / GPU_MACHINE / f"{commit}.samples.jsonl").unlink()
+    assert compare.main(["--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Kitsune faster than eager in 0 of 6 rows, 6 of them inconclusive (")
+    means = [line for line in out.splitlines() if "geometric mean" in line]
+    assert all("× (one round) over eager, " in line for line in means)
+    assert all("× (one round) over the best peer" in line for line in means)
+    assert means
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
