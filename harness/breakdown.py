@@ -25,9 +25,9 @@ class StageTime:
     """The time of a step at one stage.
 
     ``adds`` is what its variant has and the last measured one before it has not: more than the stage itself where forms
-    in between were not measured. ``seconds`` is None where it is ``missing``, which then says why. ``speedup`` is eager's
-    time over this one's and ``gain`` that of the last stage before that was measured; None where there is nothing to
-    compare with.
+    in between were not measured. ``seconds`` is None where it is ``missing``, which then says why. ``speedup`` is
+    eager's time over this one's and ``gain`` that of the last stage before that was measured; None where there is
+    nothing to compare with.
     """
 
     stage: Stage

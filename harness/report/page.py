@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import memory_tables, step_tables, tables
+from harness import batch_tables, memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
-from harness.report import figures, markup, memory_figures, sample_figures, step_figures, style
+from harness.report import batch_figures, figures, markup, memory_figures, sample_figures, step_figures, style
 from harness.report.downloads import downloads
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
@@ -53,6 +53,7 @@ def html_page(comparison: Comparison, beside: Path | None = None) -> str:
     """
     charts: dict[str, Sequence[Figure]] = {
         "speedup": figures.speedups(comparison),
+        "sweep": batch_figures.batch_speedups(comparison),
         "memory": figures.memory(comparison),
         "allocation": memory_figures.timelines(comparison),
         "setup": figures.setups(comparison),
@@ -110,6 +111,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Eager in the same precision is the line at 1×, the margin is shaded, bars are 95% intervals. The axis is"
             " logarithmic. Hollow marks rest on a single round.",
             _charts(charts["speedup"]),
+        ),
+        _Section(
+            "Batch sweep",
+            "Speed-up over batch sizes",
+            "How many times as fast Kitsune is as eager, and as the best peer of each size, where a model was measured"
+            " at several batch sizes: the line at 1× is the other one, the margin is shaded, bars are 95% intervals."
+            " Solid lines are fp32, dashed ones amp; hollow marks rest on a single round. A gain ends at the smallest"
+            " size from which on no interval lies above 1 any more.",
+            _batch_sweep(comparison, charts["sweep"]),
         ),
         _Section(
             "Memory",
@@ -259,6 +269,14 @@ def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
         f"{_explained(drawn, history_tables(comparison))}{listed}"
         f"<details><summary>The measured commits</summary>{commits}</details>"
     )
+
+
+def _batch_sweep(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    """Empty where no model was measured at several batch sizes."""
+    if not drawn:
+        return ""
+    numbers = markup.table(batch_tables.gain_table(comparison))
+    return f"{_explained(drawn, numbers)}{markup.table(batch_tables.end_table(comparison))}"
 
 
 def _memory(comparison: Comparison, peaks: Sequence[Figure], steps: Sequence[Figure]) -> str:

@@ -142,14 +142,9 @@ def _explained(stage: StageTime) -> str:
 
 
 def _stream_gains(name: str, subject: tuple[str, str], gains: Sequence[StreamGain], margin: float) -> Figure:
-    batches = [str(batch) for batch in sorted({gain.case.batch for gain in gains})]
     variants = sorted({gain.variant for gain in gains}, key=order)
-    sizes: Spec = {
-        "type": "category", "categoryorder": "array", "categoryarray": batches, "fixedrange": True, "automargin": True,
-        "title": {"text": "batch size", "standoff": 4},
-    }  # fmt: skip
     layout = style.layout(
-        xaxis=sizes,
+        xaxis=style.batch_axis(gain.case.batch for gain in gains),
         yaxis=style.speedup_axis([gain.gain for gain in gains]),
         shapes=[style.band_around_one("y", margin), style.line_at_one("y")],
         legend=True,

@@ -202,6 +202,27 @@ def test_what_streams_gain_is_drawn_over_batch_sizes(browser: Browser, tmp_path:
 
 
 @needs_chromium
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_gain_over_batch_sizes_is_drawn_with_its_end(browser: Browser, tmp_path: Path, width: int) -> None:
+    sample.write_gpu_history(tmp_path, sweep=True)
+    page = written(tmp_path, tmp_path / "report.html")
+    visit = Visit(browser, page, width=width, draw="#sweep-0-eager, #sweep-2-peer")
+    captions = visit.texts("#batch-sweep figcaption")
+    assert captions[0] == (
+        "mlp, cuda: gain over eager (Kitsune TrainStep, amp: does not end within the sizes measured, up to 512)"
+    )
+    assert captions[-1] == "resnet18, cuda: gain over the best peer (Kitsune TrainStep, amp: ends at batch 128)"
+    for name in ("sweep-0-eager", "sweep-2-peer"):
+        chart = visit.page.locator(f"#{name}")
+        assert chart.locator(".xtick text").all_text_contents() == ["8", "64", "128", "512"]
+        assert chart.locator(".point").count() == chart.locator(".errorbar").count() == 4
+    rows = [row.split("\t") for row in visit.texts("#batch-sweep > .scroller tbody tr")]
+    assert [row[0].strip() for row in rows] == ["mlp", "lenet", "resnet18"]
+    assert [row[5].strip() for row in rows][2] == "ends at batch 128"
+    assert visit.complaints == []
+
+
+@needs_chromium
 def test_tables_are_filled_and_sort(visit: Visit) -> None:
     time = "#variants td:nth-child(5)"
     assert visit.page.locator("#variants tbody tr").count() == 59
