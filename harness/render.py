@@ -95,7 +95,7 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
     or null where unknown.
     """
     shown = shown or comparison
-    again = comparison.commands()
+    again, since_base = comparison.commands(), comparison.commands_since_base()
     document = {
         "schema": JSON_SCHEMA,
         "kind": "commits",
@@ -109,11 +109,11 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
         "regressions": comparison.regressions,
         "rows": [{**_row_fields(row), "reproduce": again[row.case, row.variant]} for row in shown.rows],
         "changes": [
-            {**_change_fields(change), "reproduce": again[change.case, change.variant]} for change in shown.changes
+            {**_change_fields(change), "reproduce": since_base[change.case, change.variant]} for change in shown.changes
         ],
-        "lost": [{**_lost_fields(lost), "reproduce": again[lost.case, lost.skip.variant]} for lost in shown.lost],
+        "lost": [{**_lost_fields(lost), "reproduce": since_base[lost.case, lost.skip.variant]} for lost in shown.lost],
         "contrasts": [
-            {**contrast_fields(entry), "reproduce": again[entry.case, entry.variant]} for entry in shown.contrasts
+            {**contrast_fields(entry), "reproduce": since_base[entry.case, entry.variant]} for entry in shown.contrasts
         ],
         "level_changes": [
             _level_change_fields(series, change) for series in shown.history for change in series.changes
@@ -213,14 +213,13 @@ def _metrics_title(shown: Comparison, base: str) -> str:
 
 def _commands(shown: Comparison, *, every: bool) -> list[str]:
     """How to measure again what regressed, or everything that is shown; what one command measures is there once."""
-    commands = shown.commands()
     wanted = [(lost.case, lost.skip.variant) for lost in shown.lost]
     judged = [(change.case, change.variant, change.verdict) for change in shown.changes]
     judged += [(contrast.case, contrast.variant, contrast.verdict) for contrast in shown.contrasts]
     wanted += [(case, variant) for case, variant, verdict in judged if every or verdict is Verdict.SLOWER]
-    if every:
-        wanted += [(row.case, row.variant) for row in shown.rows]
-    return list(dict.fromkeys(commands[key] for key in wanted if key in commands))
+    since_base = shown.commands_since_base()
+    found = [since_base[key] for key in wanted]
+    return list(dict.fromkeys([*found, *(shown.commands().values() if every else ())]))
 
 
 def _change_title(comparison: Comparison) -> str:

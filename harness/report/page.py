@@ -96,7 +96,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Commit against commit",
             "Kitsune's time as a multiple of that of a peer in the same processes, the control, at the older and the"
             " newer commit, and its change: above 0 is slower.",
-            _changes(comparison, commands),
+            _changes(comparison, comparison.commands_since_base()),
         ),
         _Section(
             "Variants",
