@@ -170,8 +170,7 @@ def _header(comparison: Comparison) -> str:
         lines.append("against  earlier runs of the same commit")
     elif comparison.base is not None:
         lines.append(f"against  {formats.one_line(formats.commit(comparison.base))}")
-    others = {"seconds" if name == "time" else name: margin for name, margin in comparison.margins.items()}
-    margins = {"time": comparison.margin, **others}
+    margins = {"ratio": comparison.margin, **comparison.margins}
     told = ", ".join(f"{100 * margin:g}% of {name}" for name, margin in margins.items())
     lines.append(f"margin   {told}, or twice the noise; intervals are 95%")
     return "\n".join(lines) + "\n"
