@@ -16,7 +16,6 @@ from typing import TextIO
 
 from harness import supervisor
 from harness.interruptions import Interrupted
-from harness.project import Project
 
 SOME_FAILED = 2
 """asv's exit code where benchmarks failed."""
@@ -26,9 +25,9 @@ _STOP_SECONDS = 5.0
 _MESSAGE = re.compile(r"(\[[ \d.]+%\] )?·+ (?!=|For parameters)")
 
 
-def command(project: Project, *arguments: str) -> list[str]:
-    """The command line of asv with these arguments over this project's commits."""
-    return [sys.executable, "-m", "asv", "--config", str(project.configuration), *arguments]
+def command(configuration: Path, *arguments: str) -> list[str]:
+    """The command line of asv with these arguments over the commits of the project that is so configured."""
+    return [sys.executable, "-m", "asv", "--config", str(configuration), *arguments]
 
 
 def pattern(track: str, variant: str, case: str) -> str:

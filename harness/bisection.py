@@ -91,5 +91,5 @@ def search(comparison: Comparison, change: Change, project: Project) -> Search:
         sizes = {change.case.device: change.case.batch}
         own = OwnModel(change.case.model, str(source), sizes, {name: (size,) for name, size in sizes.items()})
         variables[context.WORKLOADS_VARIABLE] = encoded([own])
-    command = asv_process.command(project, "find", commits, benchmark, "--show-stderr")
+    command = asv_process.command(project.configuration, "find", commits, benchmark, "--show-stderr")
     return Search(tuple(command), variables, change)

@@ -23,7 +23,7 @@ from harness.failures import last_lines
 from harness.interruptions import Interrupted, interruptible
 from harness.own_models import WorkloadError
 from harness.progress import Watch
-from harness.project import Project, ProjectError
+from harness.project import Project, ProjectError, write_check_configuration
 from harness.revisions import CommitText, describe
 from harness.run_plan import Plan, RunError, plan_of
 from harness.run_summary import Summary, summary
@@ -209,6 +209,7 @@ def _measure(plan: Plan, lock: int) -> bool:
     """
     if plan.profile == "check":
         shutil.rmtree(plan.results, ignore_errors=True)
+        write_check_configuration(plan.project)
     for damage in Store(plan.project.results).set_asv_s_damage_aside(plan.machine):
         print(f"Damaged, and set aside for asv to make it again: {damage.path}: {damage.problem}", flush=True)
     scratch = plan.project.scratch

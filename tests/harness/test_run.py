@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -239,6 +240,7 @@ def test_a_check_keeps_nothing_and_shows_what_it_found(
     asv: Callable[[str], None], repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check = repository / ".asv" / "check"
+    shutil.copy(ROOT / "asv.conf.json", repository)
     asv(f"assert '--dry-run' in sys.argv and os.environ['HARNESS_RESULTS'] == {str(check)!r}\n"
         f"Store(Path({str(check)!r})).append('here', HEAD, [sample.run_record('r', HEAD, {{'device_type': 'cpu'}}, "
         "started=datetime.now(timezone.utc)), timed()])")  # fmt: skip
