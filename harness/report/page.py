@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import batch_tables, memory_tables, step_tables, tables
+from harness import batch_tables, curve_tables, memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
 from harness.report import batch_figures, figures, markup, memory_figures, sample_figures, step_figures, style
@@ -203,14 +203,14 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Drift over turns and rounds",
             "The same blocks in the order in which they were timed. In a turn every variant is timed once, so what"
             " moves all lines together is the machine; a dotted line stands between rounds, which are fresh processes.",
-            _charts(charts["drift"]),
+            _explained(charts["drift"], markup.table(curve_tables.drift_table(comparison))),
         ),
         _Section(
             "Loss",
             "Training loss",
             "The same batches in the same order for every variant. Solid lines are fp32, dotted ones tf32, dashed ones"
             " amp. Click a name in the legend to hide its curves.",
-            _charts(charts["loss"]),
+            _explained(charts["loss"], markup.table(curve_tables.loss_table(comparison))),
         ),
         _Section(
             "Not measured",

@@ -224,6 +224,16 @@ def names_above_rows(names: Sequence[str]) -> Spec:
     }
 
 
+def changed(layout: Spec, changes: Spec) -> Spec:
+    """A layout with changes by dotted path, as those of a narrow page."""
+    made = dict(layout)
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        part = made.get(name)
+        made[name] = changed(part if isinstance(part, dict) else {}, {rest: value}) if rest else value
+    return made
+
+
 def line_at_one(axis: str) -> Spec:
     """A line where the speed-up is 1, across the other axis."""
     other = "y" if axis == "x" else "x"

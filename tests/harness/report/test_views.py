@@ -35,7 +35,7 @@ def test_charts_are_dark_on_a_dark_page_and_light_on_paper(visit: Visit) -> None
     visit.page.emulate_media(color_scheme="dark")
     visit.page.locator("#memory").scroll_into_view_if_needed()
     visit.page.wait_for_selector("#memory-0 .main-svg")
-    ink = "() => getComputedStyle(document.querySelector('#memory-0 .ytick text')).fill"
+    ink = "() => getComputedStyle(document.querySelector('#memory-0 .annotation-text')).fill"
     visit.page.wait_for_function(f"() => ({ink})() === 'rgb(230, 232, 235)'")
     assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
     visit.page.emulate_media(media="print")
