@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from harness.project import Project
+from harness import supervisor
+from harness.interruptions import Interrupted
 
 SOME_FAILED = 2
 """asv's exit code where benchmarks failed."""
@@ -23,9 +25,9 @@ _STOP_SECONDS = 5.0
 _MESSAGE = re.compile(r"(\[[ \d.]+%\] )?·+ (?!=|For parameters)")
 
 
-def command(project: Project, *arguments: str) -> list[str]:
-    """The command line of asv with these arguments over this project's commits."""
-    return [sys.executable, "-m", "asv", "--config", str(project.configuration), *arguments]
+def command(configuration: Path, *arguments: str) -> list[str]:
+    """The command line of asv with these arguments over the commits of the project that is so configured."""
+    return [sys.executable, "-m", "asv", "--config", str(configuration), *arguments]
 
 
 def pattern(track: str, variant: str, case: str) -> str:
@@ -34,51 +36,73 @@ def pattern(track: str, variant: str, case: str) -> str:
 
 
 def run(
-    arguments: Sequence[str], folder: Path, variables: Mapping[str, str], log: Path, on_tick: Callable[[], None]
+    arguments: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    log: Path,
+    lock: int | None,
+    on_tick: Callable[[], None],
 ) -> int:
     """Runs asv in a folder. Its messages appear as they come, without its tables; the log keeps all.
 
     Args:
         arguments: the whole command line.
+        lock: as for :func:`start`.
         on_tick: called several times a second and once at the end.
 
     Returns:
         asv's exit code.
 
     Raises:
-        KeyboardInterrupt: it was interrupted; asv and what it had started have ended.
+        Interrupted: as was told; asv and what it had started have ended.
     """
-    process = subprocess.Popen(
-        arguments,
-        cwd=folder,
-        env=dict(variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
+    process = start(arguments, folder, variables, lock, is_read=True)
     reader = threading.Thread(target=_copy_messages, args=(process, log), daemon=True)
     reader.start()  # it reads to the end whatever happens: asv would wait for ever to be read
-    try:
+    with ended(process):
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             on_tick()
-    except KeyboardInterrupt:
-        _stop(process)
-        raise
     reader.join()
     on_tick()
     return process.returncode
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ends asv, which then ends what it has started. A key that interrupts this process interrupts asv as well."""
-    for number in (None, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if number is not None:
+def start(
+    arguments: Sequence[str], folder: Path, variables: Mapping[str, str], lock: int | None, *, is_read: bool = False
+) -> subprocess.Popen[str]:
+    """Starts asv in a folder, below a process that ends after all that asv starts (:mod:`harness.supervisor`).
+
+    Args:
+        lock: a file that asv holds open too, so that what is locked by it stays so while asv lives.
+        is_read: whether output and errors come by the process's ``stdout``; else they appear where this process's do.
+    """
+    above = [sys.executable, "-I", supervisor.__file__, str(os.getpid()), str(_STOP_SECONDS)]
+    return subprocess.Popen(
+        [*above, *arguments],
+        cwd=folder,
+        env=dict(variables),
+        encoding="utf-8",
+        errors="replace",
+        pass_fds=() if lock is None else (lock,),
+        stdout=subprocess.PIPE if is_read else None,
+        stderr=subprocess.STDOUT if is_read else None,
+    )
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a process that :func:`start` has started where waiting for it is given up."""
+    number: int = signal.SIGTERM
+    try:
+        yield
+    except Interrupted as interruption:
+        number = interruption.number
+        raise
+    finally:
+        if process.poll() is None:
             process.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
-            return
+            process.wait()
 
 
 def _copy_messages(process: subprocess.Popen[str], log: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,13 +27,39 @@ class Search:
     change: Change
 
     def run(self, project: Project) -> int:
-        """Searches; asv's output appears as it comes. Returns asv's exit code."""
-        return subprocess.run(
-            self.command, cwd=project.home, env={**os.environ, **self.variables}, check=False
-        ).returncode
+        """Searches; asv's output appears as it comes. Returns asv's exit code.
+
+        Raises:
+            ProjectError: a run measures in the project's checkout.
+        """
+        with project.alone() as lock:
+            process = asv_process.start(self.command, project.home, {**os.environ, **self.variables}, lock)
+            with asv_process.ended(process):
+                return process.wait()
 
 
-def search(comparison: Comparison, which: str, project: Project) -> Search:
+def chosen(comparison: Comparison, which: str) -> Change:
+    """The regression to search for.
+
+    Args:
+        which: "worst", or CASE:VARIANT of one of the regressions.
+
+    Raises:
+        ComparisonError: there is no such regression.
+    """
+    slower = [change for change in comparison.changes if change.verdict is Verdict.SLOWER]
+    if not slower:
+        lost = "; what can no longer be measured has no time to search by" if comparison.lost else ""
+        raise ComparisonError(f"no change of time here is a regression, so there is nothing to search for{lost}")
+    if which == WORST:
+        return max(slower, key=lambda change: change.ratio.ratio)
+    names = {f"{change.case.name}:{change.variant}": change for change in slower}
+    if which not in names:
+        raise ComparisonError(f"{which!r} is none of the regressions: {', '.join(names)}")
+    return names[which]
+
+
+def search(comparison: Comparison, change: Change, project: Project) -> Search:
     """The search for the commit between base and head that slowed one of Kitsune's forms down.
 
     asv is given the range from before base on, so that it measures base too (a range of git leaves its older end out);
@@ -42,12 +67,11 @@ def search(comparison: Comparison, which: str, project: Project) -> Search:
     nothing but that variant and its control.
 
     Args:
-        which: "worst", or CASE:VARIANT of one of the regressions.
+        change: one of the regressions.
 
     Raises:
-        ComparisonError: there is no such regression, or no line of history from base to head.
+        ComparisonError: there is no line of history from base to head.
     """
-    change = _chosen(comparison, which)
     assert comparison.base is not None
     base, head = comparison.base.sha, comparison.head.sha
     if base == head or not is_ancestor(base, head, project.root):
@@ -67,18 +91,5 @@ def search(comparison: Comparison, which: str, project: Project) -> Search:
         sizes = {change.case.device: change.case.batch}
         own = OwnModel(change.case.model, str(source), sizes, {name: (size,) for name, size in sizes.items()})
         variables[context.WORKLOADS_VARIABLE] = encoded([own])
-    command = asv_process.command(project, "find", commits, benchmark, "--show-stderr")
+    command = asv_process.command(project.configuration, "find", commits, benchmark, "--show-stderr")
     return Search(tuple(command), variables, change)
-
-
-def _chosen(comparison: Comparison, which: str) -> Change:
-    slower = [change for change in comparison.changes if change.verdict is Verdict.SLOWER]
-    if not slower:
-        lost = "; what can no longer be measured has no time to search by" if comparison.lost else ""
-        raise ComparisonError(f"no change of time here is a regression, so there is nothing to search for{lost}")
-    if which == WORST:
-        return max(slower, key=lambda change: change.ratio.ratio)
-    names = {f"{change.case.name}:{change.variant}": change for change in slower}
-    if which not in names:
-        raise ComparisonError(f"{which!r} is none of the regressions: {', '.join(names)}")
-    return names[which]

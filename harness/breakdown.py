@@ -24,17 +24,34 @@ class Stage(Enum):
 class StageTime:
     """The time of a step at one stage.
 
-    ``seconds`` is None where it is ``missing``, which then says why. ``speedup`` is eager's time over this one's and
-    ``gain`` that of the last stage before that was measured; None where there is nothing to compare with.
+    ``adds`` is what its variant has and the last measured one before it has not: more than the stage itself where forms
+    in between were not measured. ``seconds`` is None where it is ``missing``, which then says why. ``speedup`` is
+    eager's time over this one's and ``gain`` that of the last stage before that was measured; None where there is
+    nothing to compare with.
     """
 
     stage: Stage
     variant: str
+    adds: tuple[Stage, ...]
     seconds: float | None
     speedup: Estimate | None
     gain: Estimate | None
     mode: str | None
     missing: str | None
+
+    @property
+    def added(self) -> str:
+        """``adds`` in words."""
+        return self.stage.value if self.adds == (self.stage,) else ", ".join(_IN_A_LIST[part] for part in self.adds)
+
+
+_IN_A_LIST = {
+    Stage.EAGER: "eager",
+    Stage.CAPTURED: "capture",
+    Stage.WHOLE: "optimizer",
+    Stage.FUSION: "fusion",
+    Stage.STREAMS: "streams",
+}
 
 
 @dataclass(frozen=True)
@@ -54,10 +71,13 @@ def breakdowns(measured: Measurement) -> tuple[Breakdown, ...]:
 
 def _breakdown(measured: Measurement, case: Case, precision: str) -> Breakdown:
     stages: list[StageTime] = []
+    present: set[Stage] = set()
     for stage, variant, missing in _plan(measured, case, precision):
+        has = _parts(case, variant)
         current = StageTime(
             stage=stage,
             variant=variant,
+            adds=tuple(part for part in has if missing is None and part not in present) or (stage,),
             seconds=_seconds(measured, case, variant) if missing is None else None,
             speedup=None,
             gain=None,
@@ -70,7 +90,24 @@ def _breakdown(measured: Measurement, case: Case, precision: str) -> Breakdown:
             over_eager = _speedup(measured, case, variant, known[0].variant) if known[0].stage is Stage.EAGER else None
             current = replace(current, gain=gain, speedup=over_eager)
         stages.append(current)
+        if missing is None:
+            present |= set(has)
     return Breakdown(case, precision, tuple(stages))
+
+
+def _parts(case: Case, variant: str) -> tuple[Stage, ...]:
+    """What a variant has, in order. Nothing is fused without CUDA, and there are no streams."""
+    made = VARIANTS[variant]
+    if not made.is_kitsune:
+        return (Stage.EAGER,)
+    on_gpu = case.device == "cuda"
+    has = {
+        Stage.CAPTURED: True,
+        Stage.WHOLE: made.family == "kitsune_trainstep",
+        Stage.FUSION: on_gpu and made.enable_fusion is not False,
+        Stage.STREAMS: on_gpu and made.num_streams != 1,
+    }
+    return tuple(stage for stage, it_has in has.items() if it_has)
 
 
 def _plan(measured: Measurement, case: Case, precision: str) -> list[tuple[Stage, str, str | None]]:

@@ -16,7 +16,7 @@ from typing import get_args
 
 from harness import bisection, metrics, project, render, render_sides
 from harness.commit_pages import NO_PAGES, CommitPages, commit_pages
-from harness.comparison import compare
+from harness.comparison import BASELINE, compare
 from harness.environment import machine_name
 from harness.names import is_diagnostic, is_product
 from harness.narrowing import Only, narrowed, narrowed_sides
@@ -145,7 +145,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program where options contradict one another."""
+    _check_outputs(parser, options)
+    _check_margins(parser, options)
     found = None if options.base is None else parse_range(options.base)
+    if found is not None and ".." in found.newer:
+        parser.error(f"{options.base} has more than two ends: give A..B or A...B")
     if found is not None and (options.head is not None or options.worktree):
         parser.error(f"{options.base} is a range already: leave out what is given beside it")
     if options.head is not None and parse_range(options.head) is not None:
@@ -166,6 +170,25 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for failure in options.fail_on:
         if failure not in _SIDE_FAILURES:
             parser.error(f"--fail-on {failure} is for the comparison of commits")
+
+
+def _check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where two outputs would be one file."""
+    names: dict[Path, str] = {}
+    for name in ("html", "json", "markdown"):
+        path = getattr(options, name)
+        if path is not None and names.setdefault(path.resolve(), name) != name:
+            parser.error(f"--{names[path.resolve()]} and --{name} name the same file: {path}")
+
+
+def _check_margins(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program where the margin of a metric is given that is not judged. A ratio to eager always is, but for
+    two sides."""
+    is_of_sides = options.variants is not None or options.machines is not None
+    judged = {*(options.metric or ["time" if is_of_sides else "ratio"]), *(() if is_of_sides else ("ratio",))}
+    for name, margin in options.margin:
+        if name is not None and name not in judged:
+            parser.error(f"--margin {name}={margin:g} is of a metric that is not judged: add --metric {name}")
 
 
 def _margin(text: str) -> tuple[str | None, float]:
@@ -199,7 +222,29 @@ def _commits(options: argparse.Namespace) -> int:
     _write(options.html, lambda: html_page(comparison, options.html.absolute().parent))
     if options.bisect is not None and not _bisect(comparison, options.bisect):
         return 2
+    for failure in options.fail_on:
+        reason = _CANNOT_HAPPEN[failure](comparison) if failure in _CANNOT_HAPPEN else None
+        if reason is not None:
+            print(f"{__package__}.compare: --fail-on {failure} cannot be met: {reason}", file=sys.stderr)
     return 1 if any(_FAILURES[failure](comparison) for failure in options.fail_on) else 0
+
+
+def _without_judgements(comparison: Comparison) -> str | None:
+    is_compared = bool(comparison.judgements or comparison.lost)
+    return None if is_compared else "nothing of Kitsune's was compared with an earlier commit"
+
+
+def _without_losses(comparison: Comparison) -> str | None:
+    is_compared = any(row.is_product and row.parity is not None for row in comparison.rows)
+    return None if is_compared else f"no loss of Kitsune's was measured beside that of {BASELINE}"
+
+
+_CANNOT_HAPPEN: Mapping[str, Callable[[Comparison], str | None]] = {
+    "regression": _without_judgements,
+    "inconclusive": _without_judgements,
+    "loss": _without_losses,
+}
+"""Of what may be failed on, what says that there is nothing to be found in, and why; None where there is."""
 
 
 def _sides(options: argparse.Namespace) -> int:
@@ -235,6 +280,9 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     comparison = replace(comparison, reproduction=Reproduction(runs[-1].profile, sources))
     if options.metric:
         comparison = _with_metrics(comparison, history, options.metric, margins)
+    passed_over = history.commits[history.commits.index(head_commit) + 1 :] if head is None else ()
+    spoilt = [f"{commit[:8]} is passed over: damage has left no timings of it" for commit in passed_over]
+    comparison = replace(comparison, notes=(*spoilt, *comparison.notes))
     if options.machine is None and machine != here:
         note = f"this machine ({here}) has no results; these are of {machine}, measured most recently"
         comparison = replace(comparison, notes=(note, *comparison.notes))
@@ -297,13 +345,13 @@ def _snapshot(history: History) -> str:
 
 def _bisect(comparison: Comparison, which: str) -> bool:
     """Searches with asv, on this machine; whether asv was able to."""
-    here = _this_machine()
+    here, change = _this_machine(), bisection.chosen(comparison, which)
     if comparison.machine != here:
         raise ComparisonError(f"the regression was measured on {comparison.machine}, and this is {here}: search there")
     of = project.here()
-    search = bisection.search(comparison, which, of)
+    search = bisection.search(comparison, change, of)
     of.prepare()
-    print(f"\nsearching what slowed {search.change.variant} of {search.change.case.name} down:", flush=True)
+    _print(f"\nsearching what slowed {change.variant} of {change.case.name} down:\n")
     return search.run(of) == 0
 
 
@@ -344,7 +392,7 @@ def _write(path: Path | None, document: Callable[[], str]) -> None:
         write_whole(path, content)
     except OSError as error:
         raise ResultsError(path, f"cannot be written ({error.strerror})") from error
-    print(f"wrote {path}")
+    _print(f"wrote {path}\n")
 
 
 def _colour(wish: str) -> bool:
@@ -354,9 +402,16 @@ def _colour(wish: str) -> bool:
 
 
 def _print(text: str) -> None:
-    """Prints a text with what standard output cannot show replaced: "µ" in a terminal that knows only ASCII."""
+    """Prints a text with what standard output cannot show replaced: "µ" in a terminal that knows only ASCII.
+
+    Where nobody reads on, as after ``| head``, the rest is dropped, and everything else is done.
+    """
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    try:
+        sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

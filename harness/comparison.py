@@ -38,6 +38,7 @@ from harness.selection import (
     choose_commits,
     choose_measurements,
     on_one_machine,
+    without_timings,
 )
 from harness.selftest import outcome
 from harness.stats import (
@@ -94,7 +95,7 @@ def compare(
     base_commit, head_commit = choose_commits(history, base, head, folder)
     older, newer = choose_measurements(history, base_commit, head_commit)
     if not newer.rounds:
-        raise ComparisonError(f"commit {head_commit[:8]} has no readable timings: measure it again")
+        raise ComparisonError(without_timings(history, head_commit))
     commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
     series = history_series(history, commits)

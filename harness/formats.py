@@ -49,6 +49,12 @@ def ratio_with_interval(estimate: Estimate | None) -> str:
     return f"{estimate.ratio:.{decimals}f} [{estimate.low:.{decimals}f}, {estimate.high:.{decimals}f}]"
 
 
+def speedup(estimate: Estimate) -> str:
+    """A ratio within a sentence: "1.43× [1.40, 1.46]", "1.43× (one round)"."""
+    centre, _, rest = ratio_with_interval(estimate).partition(" ")
+    return f"{centre}× {rest}"
+
+
 def change(estimate: Estimate, single: str = "one round") -> str:
     """A ratio as a change in percent: "+5.2% [+4.1, +6.3]"; without an interval, what there was a ``single`` one of."""
     centre = percent_change(estimate.ratio)

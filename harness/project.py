@@ -21,6 +21,7 @@ from harness.whole_files import write_whole
 _HERE = Path(__file__).resolve().parent
 _HOME = ".kitsune-harness"
 _CONFIGURATION = "asv.conf.json"
+_SCRATCH = ".asv"
 _COMMIT_URL_VARIABLE = "HARNESS_COMMIT_URL"
 
 
@@ -48,6 +49,16 @@ class Project:
         return self.home / _CONFIGURATION
 
     @property
+    def check_configuration(self) -> Path:
+        """asv's configuration for a check: it writes what it notes of benchmarks and machine into :attr:`check`."""
+        return self.scratch / "check.conf.json"
+
+    @property
+    def check(self) -> Path:
+        """What a check has found, until the next one."""
+        return self.scratch / "check"
+
+    @property
     def results(self) -> Path:
         """The results folder."""
         return self.home / "results"
@@ -55,7 +66,7 @@ class Project:
     @property
     def scratch(self) -> Path:
         """What can be made again at any time: asv's environments, compilers' caches, logs."""
-        return self.home / ".asv"
+        return self.home / _SCRATCH
 
     @property
     def measured_paths(self) -> tuple[str, ...]:
@@ -63,8 +74,11 @@ class Project:
         return ("kitsune",) if self.is_kitsune else (".",)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[int]:
         """Holds this checkout for one run: two would check out commits over one another, and disturb their times.
+
+        The value is the descriptor of a file. A process that inherits it holds the checkout too, for as long as it
+        lives.
 
         Raises:
             ProjectError: another run holds it.
@@ -84,7 +98,7 @@ class Project:
             file.truncate()
             file.write(f"{os.getpid()}\n")
             file.flush()
-            yield
+            yield file.fileno()
 
     def prepare(self) -> None:
         """Makes the folders, and outside of Kitsune's own checkout asv's configuration. ``HARNESS_COMMIT_URL`` becomes
@@ -98,6 +112,19 @@ class Project:
             return
         write_whole(self.home / ".gitignore", b"*\n")
         write_whole(self.configuration, json.dumps(_configuration(self.root), indent=4).encode() + b"\n")
+
+
+def write_check_configuration(of: Project) -> None:
+    """Makes the configuration of a check: the project's, but for where results go. asv takes a configuration's folder
+    for the one that paths in it are relative to.
+
+    Raises:
+        OSError, ValueError: the project's configuration cannot be read, or this one not written.
+    """
+    given = json.loads(of.configuration.read_bytes())
+    folders = {name: str(of.home / given[name]) for name in ("benchmark_dir", "env_dir", "html_dir")}
+    made = {**given, **folders, "repo": str(of.root), "results_dir": str(of.check)}
+    write_whole(of.check_configuration, json.dumps(made, indent=4).encode() + b"\n")
 
 
 def here() -> Project:
@@ -124,7 +151,9 @@ def installed_in() -> Path:
 
 
 def of_configuration(folder: Path) -> Project:
-    """The project whose asv configuration lies in this folder."""
+    """The project whose asv configuration, or that of its checks, lies in this folder."""
+    if folder.name == _SCRATCH:
+        return of_configuration(folder.parent)
     if folder.name == _HOME:
         return Project(folder.parent, folder, is_kitsune=False)
     return Project(folder, folder, is_kitsune=True)

@@ -62,7 +62,7 @@ def _size(entry: Regression) -> float:
 def _since_base(comparison: Comparison) -> Iterator[Regression]:
     if comparison.base is None:
         return
-    commands = comparison.commands()
+    commands = comparison.commands_since_base()
     for lost in comparison.lost:
         yield Regression(
             case=lost.case,

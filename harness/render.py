@@ -95,7 +95,7 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
     or null where unknown.
     """
     shown = shown or comparison
-    again = comparison.commands()
+    again, since_base = comparison.commands(), comparison.commands_since_base()
     document = {
         "schema": JSON_SCHEMA,
         "kind": "commits",
@@ -109,11 +109,11 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
         "regressions": comparison.regressions,
         "rows": [{**_row_fields(row), "reproduce": again[row.case, row.variant]} for row in shown.rows],
         "changes": [
-            {**_change_fields(change), "reproduce": again[change.case, change.variant]} for change in shown.changes
+            {**_change_fields(change), "reproduce": since_base[change.case, change.variant]} for change in shown.changes
         ],
-        "lost": [{**_lost_fields(lost), "reproduce": again[lost.case, lost.skip.variant]} for lost in shown.lost],
+        "lost": [{**_lost_fields(lost), "reproduce": since_base[lost.case, lost.skip.variant]} for lost in shown.lost],
         "contrasts": [
-            {**contrast_fields(entry), "reproduce": again[entry.case, entry.variant]} for entry in shown.contrasts
+            {**contrast_fields(entry), "reproduce": since_base[entry.case, entry.variant]} for entry in shown.contrasts
         ],
         "level_changes": [
             _level_change_fields(series, change) for series in shown.history for change in series.changes
@@ -158,7 +158,9 @@ def verdict_line(comparison: Comparison) -> str:
         return f"No variant of Kitsune was measured ({comparison.head.short})"
     tally = comparison.against_eager
     rows = formats.counted(sum(tally.values()), "row")
-    return f"Kitsune faster than eager in {tally[Verdict.FASTER]} of {rows} ({comparison.head.short})"
+    unclear = tally[Verdict.INCONCLUSIVE]
+    told = f", {unclear} of them inconclusive" if unclear else ""
+    return f"Kitsune faster than eager in {tally[Verdict.FASTER]} of {rows}{told} ({comparison.head.short})"
 
 
 def _header(comparison: Comparison) -> str:
@@ -168,8 +170,7 @@ def _header(comparison: Comparison) -> str:
         lines.append("against  earlier runs of the same commit")
     elif comparison.base is not None:
         lines.append(f"against  {formats.one_line(formats.commit(comparison.base))}")
-    others = {"seconds" if name == "time" else name: margin for name, margin in comparison.margins.items()}
-    margins = {"time": comparison.margin, **others}
+    margins = {"ratio": comparison.margin, **comparison.margins}
     told = ", ".join(f"{100 * margin:g}% of {name}" for name, margin in margins.items())
     lines.append(f"margin   {told}, or twice the noise; intervals are 95%")
     return "\n".join(lines) + "\n"
@@ -179,10 +180,10 @@ def _summary_lines(comparison: Comparison) -> list[str]:
     lines = ["* fastest in its precision among the variants that are not Kitsune's"]
     for summary in comparison.summaries:
         peer = summary.over_peer
-        over_peer = "" if peer is None else f", {formats.ratio_with_interval(peer)}× over the best peer"
+        over_peer = "" if peer is None else f", {formats.speedup(peer)} over the best peer"
         lines.append(
             f"{formats.one_line(label(summary.variant))}, {summary.precision}, {summary.device}:"
-            f" {formats.ratio_with_interval(summary.over_eager)}× over eager{over_peer}"
+            f" {formats.speedup(summary.over_eager)} over eager{over_peer}"
             f" (geometric mean of {formats.counted(summary.cases, 'case')})"
         )
     return lines
@@ -211,14 +212,13 @@ def _metrics_title(shown: Comparison, base: str) -> str:
 
 def _commands(shown: Comparison, *, every: bool) -> list[str]:
     """How to measure again what regressed, or everything that is shown; what one command measures is there once."""
-    commands = shown.commands()
     wanted = [(lost.case, lost.skip.variant) for lost in shown.lost]
     judged = [(change.case, change.variant, change.verdict) for change in shown.changes]
     judged += [(contrast.case, contrast.variant, contrast.verdict) for contrast in shown.contrasts]
     wanted += [(case, variant) for case, variant, verdict in judged if every or verdict is Verdict.SLOWER]
-    if every:
-        wanted += [(row.case, row.variant) for row in shown.rows]
-    return list(dict.fromkeys(commands[key] for key in wanted if key in commands))
+    since_base = shown.commands_since_base()
+    found = [since_base[key] for key in wanted]
+    return list(dict.fromkeys([*found, *(shown.commands().values() if every else ())]))
 
 
 def _change_title(comparison: Comparison) -> str:

@@ -365,19 +365,31 @@ class Comparison:
         return tuple(row for row in self.rows if row.case == case)
 
     def commands(self) -> dict[tuple[Case, str], str]:
-        """For each variant of each row, change and loss, the command that measures it again beside what it is held
+        """For each row the command that measures it again at head, beside what it is held against."""
+        return {
+            (row.case, row.variant): self.reproduction.command(
+                [self.head.sha], row.case, [*filter(None, (row.reference, row.best_peer)), row.variant]
+            )
+            for row in self.rows
+        }
+
+    def commands_since_base(self) -> dict[tuple[Case, str], str]:
+        """For each change, contrast and loss the command that measures both commits again, beside what it is held
         against.
         """
-        sides: dict[tuple[Case, str], list[str | None]] = {
-            (row.case, row.variant): [row.reference, row.best_peer] for row in self.rows
-        }
+        if self.base is None:
+            return {}
+        others: dict[tuple[Case, str], list[str]] = {}
         for change in self.changes:
-            sides.setdefault((change.case, change.variant), []).append(change.control)
+            others.setdefault((change.case, change.variant), []).append(change.control)
+        for contrast in self.contrasts:
+            others.setdefault((contrast.case, contrast.variant), [])
         for lost in self.lost:
-            sides.setdefault((lost.case, lost.skip.variant), []).append(reference_of(lost.skip.variant))
+            others.setdefault((lost.case, lost.skip.variant), []).append(reference_of(lost.skip.variant))
+        commits = dict.fromkeys((self.base.sha, self.head.sha))
         return {
-            (case, variant): self.reproduction.command([self.head.sha], case, [*filter(None, others), variant])
-            for (case, variant), others in sides.items()
+            (case, variant): self.reproduction.command(commits, case, [*beside, variant])
+            for (case, variant), beside in others.items()
         }
 
     def compared_rows_of(self, case: Case) -> tuple[Row, ...]:

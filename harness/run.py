@@ -1,7 +1,8 @@
 """``python -m harness.run [REVISION ...]``: measures commits or the working tree with asv, and says what became of it.
 
 Exit codes: 0, everything that can run here was measured; 1, something was measured and something failed (a summary says
-what); 2, nothing could be measured or compared; 130, interrupted (what was measured before is kept).
+what); 2, nothing could be measured or compared; 128 and the number of a signal, interrupted by it (130 by a key, 143 by
+SIGTERM; what was measured before is kept).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import get_args
 
 from harness import asv_process, compare, environment, profiles
 from harness.failures import last_lines
+from harness.interruptions import Interrupted, interruptible
 from harness.own_models import WorkloadError
 from harness.progress import Watch
-from harness.project import Project, ProjectError
+from harness.project import Project, ProjectError, write_check_configuration
 from harness.revisions import CommitText, describe
 from harness.run_plan import Plan, RunError, plan_of
 from harness.run_summary import Summary, summary
@@ -29,14 +31,13 @@ from harness.store import ResultsError, Store
 from harness.worktree import WorktreeError, head_under
 
 _BUSY_LOAD = 0.7
-_INTERRUPTED = 130
 _EPILOG = """
 REVISION is anything git understands (HEAD~2, a tag, a branch, a hash), or a range: A..B is every commit after A up to
 B. Without any, HEAD and the commits before it are measured. Raw samples are appended to the results folder after every
 process, so that what was measured is never lost; `asv show`, `asv compare` and `asv publish` read the same runs.
 
 exit codes: 0, everything that can run here was measured; 1, something failed, and a summary says what; 2, nothing could
-be measured or compared; 130, interrupted.
+be measured or compared; 130, interrupted by a key; 143, by SIGTERM; 129, by a terminal that was closed.
 """
 
 
@@ -65,22 +66,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check and options.until != "rounds":
         parser.error("--check keeps no figure that could be conclusive: leave out --until")
     try:
-        plan = plan_of(options)
-        plan.project.prepare()
-        with plan.project.alone():
-            _introduce(plan)
-            begin = datetime.now(timezone.utc).replace(microsecond=0)
-            failures = [_measure(plan) for _ in range(options.passes)]
-        found = _summary(plan, begin)
-        _require_results(plan, found)
-        print(found.text(resumed=plan.resume), end="", flush=True)
-        compared = _compare(plan, options.report)
+        with interruptible():
+            return _run(options)
     except _PROBLEMS as error:
         print(f"{__package__}.run: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except Interrupted as interruption:
         print(f"\nInterrupted. What was measured before is kept{_how_to_go_on(given, options)}", file=sys.stderr)
-        return _INTERRUPTED
+        return 128 + interruption.number
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Measures and tells what came of it; the exit code."""
+    plan = plan_of(options)
+    plan.project.prepare()
+    with plan.project.alone() as lock:
+        _introduce(plan)
+        begin = datetime.now(timezone.utc).replace(microsecond=0)
+        failures = [_measure(plan, lock) for _ in range(options.passes)]
+    found = _summary(plan, begin)
+    _require_results(plan, found)
+    print(found.text(resumed=plan.resume), end="", flush=True)
+    compared = _compare(plan, options.report)
     if any(failures):
         print(f"Something failed; all that asv said of it is in {_log(plan.project)}")
     if compared != 0:
@@ -191,14 +198,18 @@ def _introduce(plan: Plan) -> None:
         )
 
 
-def _measure(plan: Plan) -> bool:
+def _measure(plan: Plan, lock: int) -> bool:
     """Runs asv over the commits; whether it says that a benchmark failed.
+
+    Args:
+        lock: what holds the checkout.
 
     Raises:
         RunError: asv could not run the benchmarks at all.
     """
     if plan.profile == "check":
         shutil.rmtree(plan.results, ignore_errors=True)
+        write_check_configuration(plan.project)
     for damage in Store(plan.project.results).set_asv_s_damage_aside(plan.machine):
         print(f"Damaged, and set aside for asv to make it again: {damage.path}: {damage.problem}", flush=True)
     scratch = plan.project.scratch
@@ -212,7 +223,7 @@ def _measure(plan: Plan) -> bool:
 
     variables = {**os.environ, **plan.variables(progress)}
     try:
-        code = asv_process.run(plan.command(listed), plan.project.home, variables, _log(plan.project), show)
+        code = asv_process.run(plan.command(listed), plan.project.home, variables, _log(plan.project), lock, show)
     finally:
         watch.remember()
     for commit, problem in watch.problems:

@@ -38,7 +38,7 @@ class Plan:
     @property
     def results(self) -> Path:
         """Where raw samples go: those of a check are not for keeps."""
-        return self.project.scratch / "check" if self.profile == "check" else self.project.results
+        return self.project.check if self.profile == "check" else self.project.results
 
     def variables(self, progress: Path) -> dict[str, str]:
         """What the measuring process is told."""
@@ -62,8 +62,10 @@ class Plan:
         only to be told to skip it.
         """
         patterns = [word for pattern in self.patterns() for word in ("--bench", pattern)]
-        kept = ["--dry-run"] if self.profile == "check" else []
-        return asv_process.command(self.project, "run", f"HASHFILE:{listed}", "--show-stderr", *kept, *patterns)
+        arguments = ["run", f"HASHFILE:{listed}", "--show-stderr", *patterns]
+        if self.profile == "check":
+            return asv_process.command(self.project.check_configuration, *arguments, "--dry-run")
+        return asv_process.command(self.project.configuration, *arguments)
 
     def patterns(self) -> list[str]:
         """Regular expressions for asv's benchmarks of what may be measured at one of the commits."""

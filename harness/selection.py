@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.revisions import matching
-from harness.store import History, Phases, Profile, Round, Run, Skip, Store
+from harness.store import Damage, History, Phases, Profile, Round, Run, Skip, Store
 
 ENVIRONMENT_FACTS = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "cpu", "cores", "threads")
 """Machine facts that change what is measured: rounds are pooled only where all of these agree."""
@@ -150,8 +150,9 @@ def choose_commits(history: History, base: str | None, head: str | None, folder:
     """Full hashes of the commits to compare.
 
     Without ``head`` it is the newest measured commit. Without ``base`` it is the measured commit before ``head``, or
-    None where there is none; for a state of the working tree it is the commit under it, where that is measured. Other
-    states of the working tree are chosen only by name.
+    None where there is none; commits of which damage has left no timings are passed over for both. For a state of the
+    working tree ``base`` is the commit under it, where that is measured. Other states of the working tree are chosen
+    only by name.
 
     Args:
         folder: where to ask git what a revision means.
@@ -162,14 +163,37 @@ def choose_commits(history: History, base: str | None, head: str | None, folder:
     if not history.commits:
         raise ComparisonError(_nothing_readable(history))
     committed = history.without_snapshots().commits or history.commits
-    chosen_head = committed[-1] if head is None else measured_commit(head, history, folder)
+    if head is None:
+        chosen_head = _newest(history, committed) or committed[-1]
+    else:
+        chosen_head = measured_commit(head, history, folder)
     if base is not None:
         return measured_commit(base, history, folder), chosen_head
     under = history.runs(chosen_head)[-1].snapshot_of
     if under in history.commits:
         return under, chosen_head
     before = [commit for commit in history.commits[: history.commits.index(chosen_head)] if commit in committed]
-    return (before[-1] if before else None), chosen_head
+    return _newest(history, before), chosen_head
+
+
+def without_timings(history: History, commit: str) -> str:
+    """The line that says that a commit has none, and why where that is known."""
+    told = f"commit {commit[:8]} has no readable timings"
+    damage = history.damage_of(commit)
+    if not damage:
+        return f"{told}: measure it again"
+    more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
+    return f"{told}: {_sentence(damage[0])}{more}; measure it again"
+
+
+def _is_spoilt(history: History, commit: str) -> bool:
+    """Whether damage has left no timings of a measured commit."""
+    return bool(history.damage_of(commit)) and not history.rounds(commit)
+
+
+def _newest(history: History, commits: Sequence[str]) -> str | None:
+    """The newest of these commits, oldest first, that is not spoilt."""
+    return next((commit for commit in reversed(commits) if not _is_spoilt(history, commit)), None)
 
 
 def choose_measurements(history: History, base: str | None, head: str) -> tuple[Measurement | None, Measurement]:
@@ -209,9 +233,12 @@ def measured_commit(revision: str, history: History, folder: Path) -> str:
 def _nothing_readable(history: History) -> str:
     if not history.damage:
         return f"no run is recorded for machine {history.machine}"
-    first = history.damage[0]
-    place = str(first.path) if first.line is None else f"{first.path}, line {first.line}"
-    return f"nothing readable for machine {history.machine}: {place}: {first.problem}"
+    return f"nothing readable for machine {history.machine}: {_sentence(history.damage[0])}"
+
+
+def _sentence(damage: Damage) -> str:
+    place = str(damage.path) if damage.line is None else f"{damage.path}, line {damage.line}"
+    return f"{place}: {damage.problem}"
 
 
 def _case(entry: Round | Profile | Phases | Skip) -> Case:

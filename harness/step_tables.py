@@ -30,7 +30,7 @@ def contribution_table(comparison: Comparison) -> Table:
     """Every stage of every breakdown, those that were not measured included."""
     columns = (
         *_CASE_COLUMNS,
-        Column("stage", "what is added to the row above"),
+        Column("stage", "what is added to the last row above that was measured"),
         Column("time", "seconds per training step", numeric=True),
         Column("over eager", "speed-up over eager in the same precision", numeric=True),
         Column("over the stage before", "speed-up over the last stage above that was measured", numeric=True),
@@ -39,7 +39,7 @@ def contribution_table(comparison: Comparison) -> Table:
     rows = [
         (
             *_case_cells(breakdown.case, breakdown.precision),
-            Cell(stage.stage.value, position, detail=stage.variant),
+            Cell(stage.added, position, detail=stage.variant),
             Cell(formats.seconds(stage.seconds), stage.seconds),
             _speedup(stage.speedup),
             _speedup(stage.gain),
@@ -106,7 +106,12 @@ def plan_table(comparison: Comparison) -> Table:
         Column("streams", "how many streams they run on", numeric=True),
         Column("off the first stream", "the part of the tasks' time that other streams take", numeric=True),
         Column("predicted", "the simulated time of a step on the device", numeric=True),
-        Column("measured", "the measured time of a step on the device", numeric=True),
+        Column(
+            "measured",
+            "the device's time of one replay, without events between its operators and without what the loop around it"
+            " does",
+            numeric=True,
+        ),
     )
     return Table(
         columns,

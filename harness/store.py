@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 _SUFFIX = ".samples.jsonl"
+_ASV_S_BENCHMARKS = "benchmarks.json"
+_ASV_S_MACHINE = "machine.json"
 _OPEN_FILES = 8
 """How many commits' samples a history keeps in memory."""
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
@@ -141,6 +143,10 @@ class History:
         """Everything that was loaded, of which this may be a part."""
         return replace(self, commits=tuple(self._runs), _models=None)
 
+    def damage_of(self, commit: str) -> tuple[Damage, ...]:
+        """What could not be read of a commit."""
+        return tuple(entry for entry in self.damage if entry.path.name == f"{commit}{_SUFFIX}")
+
     def runs(self, commit: str) -> tuple[Run, ...]:
         """The runs on a commit, earliest first; empty for a commit that was not measured."""
         return self._runs.get(commit, ())
@@ -227,7 +233,7 @@ class Store:
             commits: full hashes to restrict reading to; None reads all.
 
         Raises:
-            ResultsError: there is no such machine. Damage inside its files is never an error.
+            ResultsError: there is no such machine. Damage inside its files, asv's included, is never an error.
         """
         folder = self.root / machine
         if machine not in self.machines():
@@ -254,6 +260,7 @@ class Store:
             if found:
                 runs[commit], stamps[commit] = found, at
         catalogue.save()
+        damage += self._damage_of_asv_s(machine)
         ordered = self._ordered(runs)
         runs = {commit: runs[commit] for commit in ordered}
         return History(machine, folder, ordered, tuple(damage), runs, stamps, self._reader(machine))
@@ -268,10 +275,7 @@ class Store:
             ResultsError: a file cannot be renamed.
         """
         found = []
-        for path in sorted([*self.root.glob("*.json"), *(self.root / machine).glob("*.json")]):
-            problem = _problem_of_json(path)
-            if problem is None:
-                continue
+        for path, problem in self._not_json(machine):
             aside = path.with_name(f"{path.name}.damaged")
             try:
                 path.replace(aside)
@@ -279,6 +283,23 @@ class Store:
                 raise ResultsError(path, f"is damaged ({problem}) and cannot be renamed ({error.strerror})") from error
             found.append(Damage(aside, None, problem))
         return tuple(found)
+
+    def _damage_of_asv_s(self, machine: str) -> list[Damage]:
+        """asv's files that are no JSON, and those that are missing without which it shows nothing of its results."""
+        found = [Damage(path, None, problem) for path, problem in self._not_json(machine)]
+        facts = self.root / machine / _ASV_S_MACHINE
+        if any(path != facts for path in facts.parent.glob("*.json")):
+            found += [
+                Damage(path, None, "is missing: asv cannot show its results without it. The next run makes it again")
+                for path in (self.root / _ASV_S_BENCHMARKS, facts)
+                if not path.exists()
+            ]
+        return found
+
+    def _not_json(self, machine: str) -> list[tuple[Path, str]]:
+        """asv's files that are no JSON objects, and why not."""
+        files = sorted([*self.root.glob("*.json"), *(self.root / machine).glob("*.json")])
+        return [(path, problem) for path in files if (problem := _problem_of_json(path)) is not None]
 
     def _reader(self, machine: str) -> Callable[[str], _Measured]:
         """What reads a commit's file, and remembers the last ones."""
@@ -384,14 +405,17 @@ def _reader_digest() -> str:
 
 
 def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:
-    """Everything readable in a file, and what is not.
+    """Everything readable in a file, and what is not. A file is written with its first records, so none is empty.
 
     Raises:
         OSError: the file itself cannot be read.
     """
     damage: list[Damage] = []
     numbered: list[tuple[int, Record]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    content = path.read_bytes()
+    if not content.strip():
+        damage.append(Damage(path, None, "is empty: what was measured is lost, as where a disk is full"))
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:

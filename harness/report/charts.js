@@ -7,6 +7,7 @@ const config = {
 };
 
 const darkOf = JSON.parse(document.getElementById("dark").textContent);
+const hovers = window.matchMedia("(hover: hover)");
 const narrow = window.matchMedia("(max-width: 620px)");
 const dark = window.matchMedia("screen and (prefers-color-scheme: dark)");
 const figures = new Map();
@@ -48,7 +49,8 @@ function draw(chart) {
     for (const trace of traces) Object.assign(trace, figure.narrow_trace);
     for (const [path, value] of Object.entries(figure.narrow_layout)) assign(layout, path, copied(value));
   }
-  Plotly.react(chart, traces, layout, config);
+  // Its buttons come with a pointer; under a finger they would stay, over the marks.
+  Plotly.react(chart, traces, layout, { ...config, displayModeBar: hovers.matches && !narrow.matches ? "hover" : false });
   drawn.add(chart);
   watcher.unobserve(chart);
 }

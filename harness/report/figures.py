@@ -78,9 +78,7 @@ def memory(comparison: Comparison) -> list[Figure]:
         if on_device:
             reserved = _bars(on_device, lambda row: row.reserved_bytes, _device_memory, faint=True)
             allocated = _bars(on_device, lambda row: row.allocated_bytes, None)
-            figures.append(
-                _bar_chart(f"memory-{index}", case, on_device, [reserved, allocated], _SHARE_FOR_DEVICE_MEMORY)
-            )
+            figures.append(_device_memory_chart(f"memory-{index}", case, on_device, [reserved, allocated]))
         elif resident:
             bars = _bars(resident, lambda row: row.rss_bytes, lambda row: formats.size(row.rss_bytes))
             figures.append(_bar_chart(f"memory-{index}", case, resident, [bars]))
@@ -191,6 +189,13 @@ def _bar_chart(
     bars: Spec = {"offset": 0.06, "width": 0.4}
     names = style.names_above_rows([style.variant_name(variant) for variant in variants])
     return Figure(name, case, traces, style.height(variants, layout), bars, names)
+
+
+def _device_memory_chart(name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec]) -> Figure:
+    """A chart of bars whose names stand above them at any width: what is written at their ends needs the room."""
+    chart = _bar_chart(name, case, rows, [], _SHARE_FOR_DEVICE_MEMORY)
+    layout = style.changed(chart.layout, chart.narrow_layout)
+    return Figure(name, case, [{**trace, **chart.narrow_trace} for trace in traces], layout)
 
 
 def _bars(

@@ -14,6 +14,9 @@ from harness.selection import Case
 
 _MEBIBYTE = 2**20
 
+_BELOW_ZERO_BYTES = 8
+"""Pixels between the axis and its numbers, the first of which would lie over that of the bytes."""
+
 Entries = Sequence[tuple[str, MemoryTimeline]]
 
 
@@ -31,8 +34,12 @@ def timelines(comparison: Comparison) -> list[Figure]:
 
 def _figure(name: str, case: Case, entries: Entries) -> Figure:
     plain: Spec = {"automargin": True, "gridcolor": style.GRID, "zeroline": False, "fixedrange": True}
+    share: Spec = {
+        "title": {"text": "share of the step", "standoff": 4}, "ticksuffix": "%", "range": [0, 100],
+        "ticks": "outside", "ticklen": _BELOW_ZERO_BYTES, "tickcolor": "rgba(0,0,0,0)",
+    }  # fmt: skip
     layout = style.layout(
-        xaxis=plain | {"title": {"text": "share of the step", "standoff": 4}, "ticksuffix": "%", "range": [0, 100]},
+        xaxis=plain | share,
         yaxis=plain | {"ticksuffix": " MiB", "rangemode": "tozero"},
         legend=True,
     )

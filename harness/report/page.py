@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import memory_tables, step_tables, tables
+from harness import batch_tables, curve_tables, memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
-from harness.report import figures, markup, memory_figures, sample_figures, step_figures, style
+from harness.report import batch_figures, figures, markup, memory_figures, sample_figures, step_figures, style
 from harness.report.downloads import downloads
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
@@ -53,6 +53,7 @@ def html_page(comparison: Comparison, beside: Path | None = None) -> str:
     """
     charts: dict[str, Sequence[Figure]] = {
         "speedup": figures.speedups(comparison),
+        "sweep": batch_figures.batch_speedups(comparison),
         "memory": figures.memory(comparison),
         "allocation": memory_figures.timelines(comparison),
         "setup": figures.setups(comparison),
@@ -95,7 +96,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Commit against commit",
             "Kitsune's time as a multiple of that of a peer in the same processes, the control, at the older and the"
             " newer commit, and its change: above 0 is slower.",
-            _changes(comparison, commands),
+            _changes(comparison, comparison.commands_since_base()),
         ),
         _Section(
             "Variants",
@@ -110,6 +111,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Eager in the same precision is the line at 1×, the margin is shaded, bars are 95% intervals. The axis is"
             " logarithmic. Hollow marks rest on a single round.",
             _charts(charts["speedup"]),
+        ),
+        _Section(
+            "Batch sweep",
+            "Speed-up over batch sizes",
+            "How many times as fast Kitsune is as eager, and as the best peer of each size, where a model was measured"
+            " at several batch sizes: the line at 1× is the other one, the margin is shaded, bars are 95% intervals."
+            " Solid lines are fp32, dashed ones amp; hollow marks rest on a single round. A gain ends at the smallest"
+            " size from which on no interval lies above 1 any more.",
+            _batch_sweep(comparison, charts["sweep"]),
         ),
         _Section(
             "Memory",
@@ -131,8 +141,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
             " (drop-in on one stream, unfused), with the optimizer in the same replay (TrainStep, likewise), with those"
             " operators fused that TrainStep fuses by default, and with the streams that it chooses by measurement."
-            " Each × says how many times as fast it is as the one above it: by pairs of blocks in the same process, so"
-            " that it may differ from the ratio of the bars.",
+            " Where one of these forms was not measured, the next bar adds several of these things at once, and names"
+            " them all. Each × says how many times as fast it is as the one above it: by pairs of blocks in the same"
+            " process, so that it may differ from the ratio of the bars.",
             _explained(charts["contribution"], markup.table(step_tables.contribution_table(comparison))),
         ),
         _Section(
@@ -165,7 +176,10 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Streams",
             "Streams",
             "What runs when within a step: a bar is an operator, coloured by its kind, in the row of its stream; paler"
-            " rows are predicted beside measured ones. Drag to zoom in, click twice to see all. Plans of Kitsune with"
+            " rows are predicted beside measured ones. These are drawn from a replay with an event before and after"
+            " each operator, which makes it longer, most of all where operators are short: look at the order, not at"
+            " the whole. The table has the time of a replay without events; the step of the tables above also has what"
+            " the loop does around it. Drag to zoom in, click twice to see all. Plans of Kitsune with"
             " something switched off are in the table alone.",
             _streams(comparison, charts["streams"]),
         ),
@@ -190,14 +204,14 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Drift over turns and rounds",
             "The same blocks in the order in which they were timed. In a turn every variant is timed once, so what"
             " moves all lines together is the machine; a dotted line stands between rounds, which are fresh processes.",
-            _charts(charts["drift"]),
+            _explained(charts["drift"], markup.table(curve_tables.drift_table(comparison))),
         ),
         _Section(
             "Loss",
             "Training loss",
             "The same batches in the same order for every variant. Solid lines are fp32, dotted ones tf32, dashed ones"
             " amp. Click a name in the legend to hide its curves.",
-            _charts(charts["loss"]),
+            _explained(charts["loss"], markup.table(curve_tables.loss_table(comparison))),
         ),
         _Section(
             "Not measured",
@@ -226,7 +240,7 @@ def _regressions(comparison: Comparison) -> str:
     """Empty where there is nothing to hold anything against."""
     if len(comparison.commits) < 2 and comparison.base is None:
         return ""
-    return regression_list(regressions(comparison))
+    return regression_list(regressions(comparison), comparison.judgements)
 
 
 def _changes(comparison: Comparison, commands: markup.Commands) -> str:
@@ -256,6 +270,14 @@ def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
         f"{_explained(drawn, history_tables(comparison))}{listed}"
         f"<details><summary>The measured commits</summary>{commits}</details>"
     )
+
+
+def _batch_sweep(comparison: Comparison, drawn: Sequence[Figure]) -> str:
+    """Empty where no model was measured at several batch sizes."""
+    if not drawn:
+        return ""
+    numbers = markup.table(batch_tables.gain_table(comparison))
+    return f"{_explained(drawn, numbers)}{markup.table(batch_tables.end_table(comparison))}"
 
 
 def _memory(comparison: Comparison, peaks: Sequence[Figure], steps: Sequence[Figure]) -> str:

@@ -10,18 +10,31 @@ from harness.metrics import samples_of
 from harness.names import label
 from harness.regressions import Regression
 from harness.report import markup, style
-from harness.stats import Estimate
+from harness.stats import Estimate, Verdict
 from harness.tables import Subject
 
 _WIDTH = 240
 _HEIGHT = 26
 
 
-def regression_list(found: Sequence[Regression]) -> str:
-    """The cards, or a sentence that there is nothing to list."""
+def regression_list(found: Sequence[Regression], judged: Sequence[Verdict]) -> str:
+    """The cards, or a sentence that there is nothing to list.
+
+    Args:
+        judged: the verdicts of the comparison of two commits; empty where there was none.
+    """
     if not found:
-        return '<p class="notice">None: nothing is worse by more than its margin, now or lastingly.</p>'
+        return f'<p class="notice">{_none_found(judged)}</p>'
     return f'<ol class="regressions">{"".join(map(_card, found))}</ol>'
+
+
+def _none_found(judged: Sequence[Verdict]) -> str:
+    """What was looked at, and what of it is not known: an inconclusive comparison may hide a regression."""
+    if not judged:
+        return "None found in the history; no form of Kitsune was compared between the two commits."
+    told = f"None found in {formats.counted(len(judged), 'comparison')} and in the history."
+    unclear = judged.count(Verdict.INCONCLUSIVE)
+    return f"{told} {unclear} of them inconclusive: more rounds would decide." if unclear else told
 
 
 def _card(entry: Regression) -> str:

@@ -13,6 +13,9 @@ from harness.rows import Comparison
 from harness.samples import Samples
 from harness.selection import Case
 
+_PIXELS_BELOW_ROWS = 60
+"""Under the rows of a narrow chart: the axis, its numbers and its title."""
+
 _LEAST_END = 0.01
 """How far an axis reaches at least."""
 
@@ -46,7 +49,10 @@ def _distribution(name: str, case: Case, members: Sequence[Samples]) -> Figure:
     )
     layout["margin"] = {"l": 8, "r": 14, "t": 6, "b": 44}
     traces = [_box(entry) for entry in members]
-    return Figure(name, case, traces, style.height(variants, layout), remark=_remark(members, low, high))
+    names = style.names_above_rows([style.variant_name(variant) for variant in variants])
+    narrow = names | {"height": _PIXELS_BELOW_ROWS + 46 * len(variants)}
+    remark = _remark(members, low, high)
+    return Figure(name, case, traces, style.height(variants, layout), {"width": 0.2}, narrow, remark=remark)
 
 
 def _box(entry: Samples) -> Spec:

@@ -96,7 +96,7 @@ def timelines(comparison: Comparison) -> list[Figure]:
 
 
 def _contributions(name: str, case: Case, breakdowns: Sequence[Breakdown]) -> Figure:
-    entries = [(_row_name(stage.stage, part.precision), stage) for part in breakdowns for stage in part.stages]
+    entries = [(_row_name(stage, part.precision), stage) for part in breakdowns for stage in part.stages]
     rows = [row for row, _ in entries]
     bare: Spec = {"showticklabels": False, "showgrid": False, "zeroline": False, "fixedrange": True}
     layout = style.layout(
@@ -116,9 +116,9 @@ def _contributions(name: str, case: Case, breakdowns: Sequence[Breakdown]) -> Fi
     return Figure(name, case, [bars], style.height(rows, layout), narrow, style.names_above_rows(rows))
 
 
-def _row_name(stage: Stage, precision: str) -> str:
-    plus = "" if stage is Stage.EAGER else "+ "
-    return style.shown(f"{plus}{stage.value} · {precision}")
+def _row_name(stage: StageTime, precision: str) -> str:
+    plus = "" if stage.stage is Stage.EAGER else "+ "
+    return style.shown(f"{plus}{stage.added} · {precision}")
 
 
 def _written(stage: StageTime) -> str:
@@ -142,14 +142,9 @@ def _explained(stage: StageTime) -> str:
 
 
 def _stream_gains(name: str, subject: tuple[str, str], gains: Sequence[StreamGain], margin: float) -> Figure:
-    batches = [str(batch) for batch in sorted({gain.case.batch for gain in gains})]
     variants = sorted({gain.variant for gain in gains}, key=order)
-    sizes: Spec = {
-        "type": "category", "categoryorder": "array", "categoryarray": batches, "fixedrange": True, "automargin": True,
-        "title": {"text": "batch size", "standoff": 4},
-    }  # fmt: skip
     layout = style.layout(
-        xaxis=sizes,
+        xaxis=style.batch_axis(gain.case.batch for gain in gains),
         yaxis=style.speedup_axis([gain.gain for gain in gains]),
         shapes=[style.band_around_one("y", margin), style.line_at_one("y")],
         legend=True,
@@ -314,7 +309,12 @@ def _lines_between(rows: Sequence[str], num_sides: int) -> list[Spec]:
 
 
 def _remark(timeline: Timeline) -> str:
+    told = []
+    if timeline.measured and timeline.measured_us is not None:
+        end_us = max(bar.start_us + bar.duration_us for bar in timeline.measured)
+        drawn, replayed = (formats.seconds(us * 1e-6) for us in (end_us, timeline.measured_us))
+        told.append(f"drawn to {drawn} with an event around each operator; a replay without them takes {replayed}")
+    if timeline.shown_tasks != timeline.num_tasks:
+        told.append(f"only the {timeline.shown_tasks:,} longest of {timeline.num_tasks:,} tasks are drawn")
     remark = f": {label(timeline.variant)}, {precision_of(timeline.variant)}"
-    if timeline.shown_tasks == timeline.num_tasks:
-        return remark
-    return f"{remark} (only the {timeline.shown_tasks:,} longest of {timeline.num_tasks:,} tasks are drawn)"
+    return f"{remark} ({'; '.join(told)})" if told else remark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from harness.names import label, precision_of
 from harness.selection import Case
@@ -124,7 +124,11 @@ def layout(*, xaxis: Spec, yaxis: Spec, shapes: Sequence[Spec] = (), legend: boo
 
 def legend(variants: Sequence[str], columns: int) -> Spec:
     """The part of a layout for a chart of these variants with a legend below it, and the height that this takes."""
-    rows = math.ceil(len(set(map(label, variants))) / columns)
+    return legend_of(math.ceil(len(set(map(label, variants))) / columns))
+
+
+def legend_of(rows: int) -> Spec:
+    """The same for a legend of so many rows."""
     return {
         "height": 290 + 21 * rows,
         "legend": {
@@ -139,6 +143,14 @@ def legend_entry(variant: str, variants: Sequence[str]) -> Spec:
     """The part of a trace that names it in the legend: one entry for all precisions of a variant."""
     first = next(other for other in variants if label(other) == label(variant))
     return {"name": shown(label(variant)), "legendgroup": shown(label(variant)), "showlegend": variant == first}
+
+
+def batch_axis(batches: Iterable[int]) -> Spec:
+    """A horizontal axis of these batch sizes, equally far from one another."""
+    return {
+        "type": "category", "categoryorder": "array", "categoryarray": [str(batch) for batch in sorted(set(batches))],
+        "fixedrange": True, "automargin": True, "title": {"text": "batch size", "standoff": 4},
+    }  # fmt: skip
 
 
 def speedup_axis(speedups: Sequence[Estimate]) -> Spec:
@@ -210,6 +222,16 @@ def names_above_rows(names: Sequence[str]) -> Spec:
             for name in names
         ],
     }
+
+
+def changed(layout: Spec, changes: Spec) -> Spec:
+    """A layout with changes by dotted path, as those of a narrow page."""
+    made = dict(layout)
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        part = made.get(name)
+        made[name] = changed(part if isinstance(part, dict) else {}, {rest: value}) if rest else value
+    return made
 
 
 def line_at_one(axis: str) -> Spec:

@@ -101,6 +101,12 @@ class Checkout:
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Runs ``python ARGUMENTS`` in the root; output and errors together in ``stdout``."""
+        process = self.start(*arguments, **variables)
+        output, _ = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """Starts ``python ARGUMENTS`` as :meth:`run` does, in a process group of its own."""
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("ASV_", "HARNESS_"))},
             "HOME": str(self._home),
@@ -109,14 +115,14 @@ class Checkout:
             "PYTHONPATH": os.pathsep.join(filter(_is_elsewhere, os.environ.get("PYTHONPATH", "").split(os.pathsep))),
             **variables,
         }
-        return subprocess.run(
+        return subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.root,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
+            start_new_session=True,
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisection import WORST, Search, search
+from harness.bisection import WORST, Search, chosen, search
 from harness.comparison import compare
 from harness.project import Project
 from harness.rows import Comparison
@@ -39,7 +39,8 @@ def comparison_of(project: Project, slowdown: float) -> Comparison:
 
 
 def searched(project: Project, which: str = WORST) -> Search:
-    return search(comparison_of(project, slowdown=1.3), which, project)
+    comparison = comparison_of(project, slowdown=1.3)
+    return search(comparison, chosen(comparison, which), project)
 
 
 def test_the_range_has_the_good_commit_and_the_benchmark_one_parameter_set(project: Project) -> None:
@@ -70,7 +71,7 @@ def test_the_first_commit_of_all_has_nothing_before_it(project: Project) -> None
     middle = project.results / GPU_MACHINE / f"{commits[1]}.samples.jsonl"
     first.write_text(middle.read_text().replace(commits[1], commits[0]))
     comparison = compare(Store(project.results).load(GPU_MACHINE), commits[0], commits[2], folder=project.root)
-    assert search(comparison, WORST, project).command[-3] == commits[2]
+    assert search(comparison, chosen(comparison, WORST), project).command[-3] == commits[2]
 
 
 @pytest.mark.parametrize(
@@ -82,11 +83,11 @@ def test_the_first_commit_of_all_has_nothing_before_it(project: Project) -> None
 )
 def test_what_cannot_be_searched_is_told(project: Project, slowdown: float, which: str, words: str) -> None:
     with pytest.raises(ComparisonError, match=words):
-        search(comparison_of(project, slowdown), which, project)
+        chosen(comparison_of(project, slowdown), which)
 
 
 def test_there_must_be_a_way_from_base_to_head(project: Project) -> None:
     comparison = comparison_of(project, slowdown=1.3)
     elsewhere = Project(project.root.parent, project.home, is_kitsune=True)
     with pytest.raises(ComparisonError, match="no earlier commit on the way"):
-        search(comparison, WORST, elsewhere)
+        search(comparison, chosen(comparison, WORST), elsewhere)

@@ -49,6 +49,7 @@ def test_each_stage_is_compared_with_eager_and_with_the_one_before(tmp_path: Pat
     assert stages[3].gain is not None
     assert stages[3].gain.has_interval
     assert not any(stage.missing for stage in stages)
+    assert [stage.adds for stage in stages] == [(stage,) for stage in Stage]
 
 
 def without(*words: str) -> dict[str, float]:
@@ -60,7 +61,25 @@ def test_a_gap_is_named_and_the_next_stage_compared_with_the_last_known_one(tmp_
     assert (dropin.seconds, dropin.missing, dropin.gain) == (None, "not measured", None)
     assert whole.gain is not None
     assert whole.gain.ratio == pytest.approx(4)
+    assert whole.adds == (Stage.CAPTURED, Stage.WHOLE)
     assert streams.gain is not None
+    assert streams.adds == (Stage.STREAMS,)
+
+
+@pytest.mark.parametrize(
+    ("absent", "whole", "rest"),
+    [
+        (("dropin", "unfused"), "capture, optimizer, fusion", ["operators fused", "streams"]),
+        (("dropin", "unfused", "one_stream"), "capture, optimizer, fusion, streams", ["operators fused", "streams"]),
+        (("dropin", "one_stream"), "capture, optimizer", ["operators fused", "fusion, streams"]),
+    ],
+)
+def test_a_stage_is_called_by_everything_that_it_adds(
+    tmp_path: Path, absent: tuple[str, ...], whole: str, rest: list[str]
+) -> None:
+    stages = measured_breakdown(tmp_path, without(*absent)).stages
+    named = [stage.added for stage in stages]
+    assert named == ["eager", "forward and backward captured", whole, *rest]
 
 
 def test_without_the_forms_that_do_without_the_default_is_the_whole_step(tmp_path: Path) -> None:
@@ -68,6 +87,7 @@ def test_without_the_forms_that_do_without_the_default_is_the_whole_step(tmp_pat
     seconds = without("one_stream", "unfused") | {"kitsune_dropin_fp32": 4e-3}
     _, captured, whole, fusion, streams = measured_breakdown(tmp_path, seconds).stages
     assert captured.variant == "kitsune_dropin_fp32"
+    assert captured.adds == (Stage.CAPTURED, Stage.FUSION, Stage.STREAMS)
     assert whole.variant == streams.variant == "kitsune_trainstep_fp32"
     assert whole.seconds == pytest.approx(1.25 * 1.28e-3)
     assert whole.gain is not None
@@ -101,6 +121,7 @@ def test_without_the_default_one_stream_is_the_last_stage(tmp_path: Path) -> Non
 def test_on_a_cpu_the_reason_is_that_of_the_variant(tmp_path: Path) -> None:
     sample.write_cpu_history(tmp_path)
     found = breakdowns(measurement(Store(tmp_path).load(sample.CPU_MACHINE), COMMIT))
+    assert {part.stages[1].adds for part in found} == {(Stage.CAPTURED,)}
     assert {part.stages[3].missing for part in found} == {
         "there is no time without it to compare with (skipped: without CUDA nothing is fused)"
     }

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import subprocess
 import sys
@@ -132,6 +133,19 @@ def test_without_an_earlier_commit_there_is_no_regression(tmp_path: Path, capsys
     assert "no earlier commit is measured" in capsys.readouterr().out
 
 
+def test_one_round_claims_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    for commit in COMMITS[1:]:
+        (tmp_path / GPU_MACHINE / f"{commit}.samples.jsonl").unlink()
+    assert compare.main(["--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Kitsune faster than eager in 0 of 6 rows, 6 of them inconclusive (")
+    means = [line for line in out.splitlines() if "geometric mean" in line]
+    assert all("× (one round) over eager, " in line for line in means)
+    assert all("× (one round) over the best peer" in line for line in means)
+    assert means
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -161,9 +175,79 @@ def test_results_of_which_nothing_is_readable(
 
     assert compare.main(["--results", str(tmp_path)]) == 2
 
+    assert str(path) in capsys.readouterr().err
+
+
+NO_TIMES = {
+    "nan": [math.nan, math.nan], "infinite": [math.inf, math.inf], "none": [], "negative": [-1.0, -1.0],
+    "zero": [0.0, 0.0], "no blocks": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("times", NO_TIMES.values(), ids=NO_TIMES)
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_commit_whose_times_are_all_damaged_is_passed_over_and_named(
+    tmp_path: Path, times: list[float] | None, place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    spoilt = tmp_path / GPU_MACHINE / f"{COMMITS[place]}.samples.jsonl"
+    lines = []
+    for line in spoilt.read_text().splitlines():
+        record = json.loads(line)
+        if record["kind"] == "round":
+            blocks = {} if times is None else {name: {"wall_s": times, "device_s": times} for name in record["blocks"]}
+            line = json.dumps({**record, "blocks": blocks})
+        lines.append(line)
+    spoilt.write_text("\n".join(lines) + "\n")
+    path = tmp_path / "out.json"
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE]
+
+    assert compare.main([*arguments, "--json", str(path), "--fail-on", "damage"]) == 1
+
+    document, out = json.loads(path.read_text()), capsys.readouterr().out
+    others = [commit for commit in COMMITS if commit != COMMITS[place]]
+    assert [document["base"]["sha"], document["head"]["sha"]] == others
+    assert f"{spoilt}: 6 lines: line " in out
+    assert (f"note: {COMMITS[2][:8]} is passed over" in out) == (place == 2)
+    assert compare.main([*arguments, COMMITS[0], COMMITS[place]]) == 2
     error = capsys.readouterr().err
-    assert "machine" in error
-    assert not content or str(path) in error
+    assert f"no readable timings: {spoilt}, line " in error
+    assert "(and 5 more); measure it again" in error
+
+
+def test_an_empty_file_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    newest.write_bytes(b"")
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on", "damage"]
+    for _ in range(2):  # read, and then known from the index
+        assert compare.main(arguments) == 1
+        assert f"{newest}: the whole file: is empty" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("benchmarks.json", None, "is missing"),
+        (f"{GPU_MACHINE}/machine.json", None, "is missing"),
+        ("benchmarks.json", "{", "not valid JSON"),
+        (f"{GPU_MACHINE}/machine.json", "[]", "not a JSON object"),
+        (f"{GPU_MACHINE}/12345678-shared-py3.12.json", "", "not valid JSON"),
+    ],
+)
+def test_damage_of_asv_s_files_is_told(
+    tmp_path: Path, name: str, content: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    for whole in ("benchmarks.json", f"{GPU_MACHINE}/machine.json", f"{GPU_MACHINE}/12345678-shared-py3.12.json"):
+        (tmp_path / whole).write_text("{}")
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on", "damage"]
+    assert compare.main(arguments) == 0
+    capsys.readouterr()
+    path = tmp_path / name
+    path.unlink() if content is None else path.write_text(content)
+    assert compare.main(arguments) == 1
+    assert f"{path}: the whole file: {words}" in capsys.readouterr().out
 
 
 def test_a_damaged_file_is_named_and_the_rest_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,6 +394,47 @@ def test_the_module_is_a_command_that_does_not_wait_for_torch(results: Path) -> 
     assert done.returncode == 0, done.stderr
     assert b"? same code" not in done.stdout
     assert done.stdout.isascii()
+
+
+def test_where_nobody_reads_on_everything_else_is_done(results: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "harness.compare", "--results", str(results), "--machine", GPU_MACHINE]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*command, "--json", str(path), "--fail-on", "regression"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert json.loads(path.read_text())["regressions"] == 1
+
+
+def test_a_gate_that_cannot_close_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on"]
+    assert [compare.main([*arguments, name]) for name in ("loss", "regression")] == [0, 0]
+    assert capsys.readouterr().err == ""
+    for commit in COMMITS[:2]:
+        (tmp_path / GPU_MACHINE / f"{commit}.samples.jsonl").unlink()
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    lines = [line for line in newest.read_text().splitlines() if '"kind":"profile"' not in line]
+    newest.write_text("\n".join(lines) + "\n")
+    assert [compare.main([*arguments, name]) for name in ("loss", "regression", "inconclusive")] == [0, 0, 0]
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].endswith("--fail-on loss cannot be met: no loss of Kitsune's was measured beside that of eager_fp32")
+    for line, name in zip(told[1:], ("regression", "inconclusive"), strict=True):
+        assert f"--fail-on {name} cannot be met: nothing of Kitsune's was compared" in line
+
+
+def test_margins_are_called_by_their_metrics(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE]
+    compare.main([*arguments, "--metric", "ratio", "--metric", "time", "--margin", "time=0.1"])
+    assert "\nmargin   3% of ratio, 10% of time, or twice" in capsys.readouterr().out
 
 
 SCHEMA = Schema(ROOT / "docs" / "compare.schema.json")
@@ -481,7 +606,9 @@ def test_two_variants_of_a_commit_are_compared_pair_by_pair(
         (["--machines", GPU_MACHINE, CPU_MACHINE], "have no case, variant and metric in common"),
         (["--machines", GPU_MACHINE, "nowhere"], "machines with results"),
         ([f"{COMMITS[0]}...{COMMITS[1]}"], "git finds no commit from which both"),
-        (["--bisect", "--machine", CPU_MACHINE], "the regression was measured on"),
+        (["--bisect", "lenet-b64:kitsune_trainstep_amp"], f"the regression was measured on {GPU_MACHINE}, and this is"),
+        (["--bisect", "nosuch"], "'nosuch' is none of the regressions: lenet-b64:kitsune_trainstep_amp"),
+        (["--bisect", "nosuch", "--machine", CPU_MACHINE], "no change of time here is a regression"),
     ],
 )
 def test_sides_that_cannot_be_compared_are_one_line(
@@ -523,6 +650,13 @@ def test_one_commit_on_two_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--machines", "a", "b", "--machine", "a"], "leave out --machine"),
         (["--variants", "a", "b", "c..d"], "compared at one commit"),
         (["--margin", "speed=0.1"], "'speed' is no metric"),
+        (["--margin", "time=0.1"], "--margin time=0.1 is of a metric that is not judged: add --metric time"),
+        (["--margin", "memory=0.1", "--metric", "time"], "add --metric memory"),
+        (["--variants", "a", "b", "--margin", "ratio=0.1"], "add --metric ratio"),
+        (["a..b..c"], "a..b..c has more than two ends"),
+        (["a...b..c"], "a...b..c has more than two ends"),
+        (["--json", "out", "--html", "./out"], "--html and --json name the same file"),
+        (["--json", "out", "--markdown", "out"], "--json and --markdown name the same file"),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(
@@ -540,15 +674,23 @@ def test_every_row_has_a_command_that_measures_it_again(
     path = tmp_path / "out.json"
     arguments = ["--results", str(results), "--machine", GPU_MACHINE, "--json", str(path)]
     compare.main(arguments)
-    command = (
-        f"python -m harness.run {COMMITS[2][:12]} --profile full --case lenet-b64 --variant eager_amp"
-        " --variant handcaptured_compile_amp --variant handcaptured_amp --variant kitsune_trainstep_amp"
-    )
+    both = f"python -m harness.run {COMMITS[1][:12]} {COMMITS[2][:12]} --profile full --case lenet-b64"
+    command = f"{both} --variant handcaptured_amp --variant kitsune_trainstep_amp"
     assert [line for line in capsys.readouterr().out.splitlines() if "harness.run" in line] == [f"  {command}"]
     document = json.loads(path.read_text())
     (slower,) = [change for change in document["changes"] if change["verdict"] == "slower"]
     assert slower["reproduce"] == command
     assert all("--case" in row["reproduce"] and row["variant"] in row["reproduce"] for row in document["rows"])
+    row = next(
+        row for row in document["rows"] if row["case"]["model"] == "lenet" and row["variant"] == slower["variant"]
+    )
+    assert row["reproduce"] == (
+        f"python -m harness.run {COMMITS[2][:12]} --profile full --case lenet-b64 --variant eager_amp"
+        " --variant handcaptured_compile_amp --variant kitsune_trainstep_amp"
+    )
+    compare.main([*arguments, "--metric", "time", "--metric", "memory"])
+    contrasts = json.loads(path.read_text())["contrasts"]
+    assert all(f"{COMMITS[1][:12]} {COMMITS[2][:12]} " in entry["reproduce"] for entry in contrasts)
     compare.main([*arguments, "--reproduce"])
     assert sum("harness.run" in line for line in capsys.readouterr().out.splitlines()) > 30
 

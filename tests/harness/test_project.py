@@ -105,7 +105,7 @@ def test_asv_is_read_to_its_end_where_its_log_cannot_be_written(
 ) -> None:
     program = "print('· begins'); print('x' * 1_000_000); print('· ends')"
     log = tmp_path / "absent" / "asv.log"
-    code = asv_process.run([sys.executable, "-c", program], tmp_path, {}, log, lambda: None)
+    code = asv_process.run([sys.executable, "-c", program], tmp_path, {}, log, None, lambda: None)
     out = capsys.readouterr().out
     assert code == 0
     assert out.splitlines() == [f"{log}: cannot be written (No such file or directory); asv's output is not kept",

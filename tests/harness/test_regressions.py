@@ -25,7 +25,7 @@ def test_what_became_slower_is_told_with_what_is_allowed(slower: Comparison) -> 
     assert (found.before, found.after) == (slower.base, slower.head)
     assert found.limit == pytest.approx(1 + change.margin)
     assert found.beyond == pytest.approx(change.ratio.low - 1 - change.margin)
-    assert found.command == slower.commands()[change.case, change.variant]
+    assert found.command == slower.commands_since_base()[change.case, change.variant]
     assert not found.is_level
 
 

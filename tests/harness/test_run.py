@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -12,6 +14,7 @@ import pytest
 
 from harness import asv_process, environment, profiles, project, run, variants
 from harness.benchmarks.training import Training
+from harness.interruptions import Interrupted
 from harness.progress import Watch
 from harness.project import Project
 from harness.run_plan import Plan, RunError, last_commits
@@ -237,6 +240,7 @@ def test_a_check_keeps_nothing_and_shows_what_it_found(
     asv: Callable[[str], None], repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     check = repository / ".asv" / "check"
+    shutil.copy(ROOT / "asv.conf.json", repository)
     asv(f"assert '--dry-run' in sys.argv and os.environ['HARNESS_RESULTS'] == {str(check)!r}\n"
         f"Store(Path({str(check)!r})).append('here', HEAD, [sample.run_record('r', HEAD, {{'device_type': 'cpu'}}, "
         "started=datetime.now(timezone.utc)), timed()])")  # fmt: skip
@@ -342,7 +346,7 @@ def test_an_interrupt_ends_asv_and_says_how_to_go_on(
 ) -> None:
     def interrupt(self: Watch) -> list[str]:
         if (tmp_path / "pid").exists():
-            raise KeyboardInterrupt
+            raise Interrupted(signal.SIGINT)
         return []
 
     monkeypatch.setattr(Watch, "new_lines", interrupt)

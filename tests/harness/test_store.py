@@ -183,12 +183,15 @@ def test_unusable_files_are_damage(tmp_path: Path) -> None:
     folder = path_of(tmp_path).parent
     (folder / "notahash.samples.jsonl").write_text("{}\n")
     (folder / f"{OTHER}.samples.jsonl").mkdir()
-    (folder / f"{COMMIT[:8]}-env.json").write_text("asv's own, not ours")
+    (folder / f"{COMMIT[:8]}-env.json").write_text("no JSON of asv's")
 
     history = store.load(MACHINE)
 
     assert history.commits == (COMMIT,)
-    assert {entry.path.name[:8] for entry in history.damage} == {"notahash", OTHER[:8]}
+    asv_s = {f"{COMMIT[:8]}-env.json", "benchmarks.json", "machine.json"}
+    assert {entry.path.name for entry in history.damage} == {
+        "notahash.samples.jsonl", f"{OTHER}.samples.jsonl", *asv_s
+    }  # fmt: skip
     assert all(entry.line is None for entry in history.damage)
 
 

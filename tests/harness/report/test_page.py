@@ -202,6 +202,27 @@ def test_what_streams_gain_is_drawn_over_batch_sizes(browser: Browser, tmp_path:
 
 
 @needs_chromium
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_gain_over_batch_sizes_is_drawn_with_its_end(browser: Browser, tmp_path: Path, width: int) -> None:
+    sample.write_gpu_history(tmp_path, sweep=True)
+    page = written(tmp_path, tmp_path / "report.html")
+    visit = Visit(browser, page, width=width, draw="#sweep-0-eager, #sweep-2-peer")
+    captions = visit.texts("#batch-sweep figcaption")
+    assert captions[0] == (
+        "mlp, cuda: gain over eager (Kitsune TrainStep, amp: does not end within the sizes measured, up to 512)"
+    )
+    assert captions[-1] == "resnet18, cuda: gain over the best peer (Kitsune TrainStep, amp: ends at batch 128)"
+    for name in ("sweep-0-eager", "sweep-2-peer"):
+        chart = visit.page.locator(f"#{name}")
+        assert chart.locator(".xtick text").all_text_contents() == ["8", "64", "128", "512"]
+        assert chart.locator(".point").count() == chart.locator(".errorbar").count() == 4
+    rows = [row.split("\t") for row in visit.texts("#batch-sweep > .scroller tbody tr")]
+    assert [row[0].strip() for row in rows] == ["mlp", "lenet", "resnet18"]
+    assert [row[5].strip() for row in rows][2] == "ends at batch 128"
+    assert visit.complaints == []
+
+
+@needs_chromium
 def test_tables_are_filled_and_sort(visit: Visit) -> None:
     time = "#variants td:nth-child(5)"
     assert visit.page.locator("#variants tbody tr").count() == 59
@@ -418,3 +439,67 @@ def test_commits_lead_to_their_pages_which_nothing_fetches(
     assert links[1][:2] == [newest, older]
     assert visit.requests == [(tmp_path / "report.html").as_uri()]
     assert visit.complaints == []
+
+
+_INSIDE = """texts => texts.filter((text) => {
+  const [inner, outer] = [text.getBoundingClientRect(), text.closest(".chart").getBoundingClientRect()];
+  return inner.left < outer.left - 1 || inner.right > outer.right + 1;
+}).map((text) => text.textContent)"""
+"""Which texts stick out of their charts, so that they are cut."""
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 1000, 1400])
+def test_what_is_written_in_charts_is_not_cut(browser: Browser, gpu_page: Path, width: int) -> None:
+    visit = Visit(browser, gpu_page, width=width, draw="#memory .chart, #samples .chart")
+    assert visit.page.locator("#memory .bartext").count() > 0
+    assert visit.page.locator("#memory .bartext, #samples .xtitle").evaluate_all(_INSIDE) == []
+    overlaps = """charts => charts.filter((chart) => {
+      const boxOf = (name) => chart.querySelector(name).getBoundingClientRect();
+      const [share, bytes] = [boxOf(".xtick text"), boxOf(".ytick text")];
+      return share.left < bytes.right && share.top < bytes.bottom;
+    }).length"""
+    assert visit.page.locator("#memory [id^=allocation]").evaluate_all(overlaps) == 0
+
+
+@needs_chromium
+def test_no_buttons_lie_over_a_chart_on_a_phone(browser: Browser, gpu_page: Path) -> None:
+    for width, number in ((390, 0), (1400, 1)):
+        visit = Visit(browser, gpu_page, width=width, draw="#speedup-0")
+        visit.page.locator("#speedup-0").hover()
+        assert visit.page.locator("#speedup-0 .modebar").count() == number
+
+
+@needs_chromium
+def test_all_sections_can_be_reached_or_the_bar_says_that_there_are_more(browser: Browser, gpu_page: Path) -> None:
+    room = "nav => nav.clientWidth - nav.scrollWidth"
+    for width in (1000, 1400):
+        visit = Visit(browser, gpu_page, width=width, draw=None)
+        assert visit.page.locator("nav").evaluate(room) >= 0
+        visit.page.locator('nav a[href="#memory"]').click()
+        below = "nav => document.querySelector('#memory h2').getBoundingClientRect().top - nav.offsetHeight"
+        assert visit.page.locator("nav").evaluate(below) >= 0
+    visit = Visit(browser, gpu_page, width=390, draw=None)
+    assert visit.page.locator("nav").evaluate(room) < 0
+    assert visit.page.locator("nav").evaluate("nav => getComputedStyle(nav, '::after').content") == '"›"'
+
+
+@needs_chromium
+def test_no_row_is_tall_because_of_a_column_out_of_sight(browser: Browser, gpu_page: Path) -> None:
+    visit = Visit(browser, gpu_page, width=390, draw=None)
+    assert (
+        visit.page.locator("#streams tbody tr").evaluate_all("all => Math.max(...all.map((r) => r.offsetHeight))") < 60
+    )
+
+
+@needs_chromium
+def test_without_scripts_curves_have_tables(browser: Browser, gpu_page: Path) -> None:
+    visit = Visit(browser, gpu_page, scripts=False)
+    for section in ("loss", "drift", "samples"):
+        assert visit.page.locator(f"#{section} tbody tr").count() > 20, section
+    visit.page.locator("#loss summary").click()
+    first = visit.texts("#loss tbody tr")[0].split("\t")
+    assert first[0].strip() == "mlp"
+    assert [cell.split()[1:] for cell in first[4:]] == [["step", str(step)] for step in (0, 50, 100, 150, 200)]
+    visit.page.locator("#drift summary").click()
+    assert len(visit.texts("#drift th")) == 4 + 5

@@ -7,7 +7,7 @@ from harness.regressions import Regression
 from harness.report.regression_list import regression_list
 from harness.rows import Commit
 from harness.selection import Case
-from harness.stats import Estimate
+from harness.stats import Estimate, Verdict
 
 MEASURED = datetime(2026, 1, 1, tzinfo=timezone.utc)
 SLOWER = Regression(
@@ -26,7 +26,7 @@ SLOWER = Regression(
 
 
 def test_an_interval_is_told_by_its_nearer_end() -> None:
-    told = regression_list([SLOWER])
+    told = regression_list([SLOWER], [])
     assert "+12.0% [+8.0, +16.0] time<small>+3.0% allowed, so at least 5.0 points beyond it</small>" in told
     assert '<code class="command">python -m harness.run &#x27;a&lt;b&#x27;</code>' in told
     assert "bbbbbbbb, against aaaaaaaa Before &amp; &lt;all&gt;" in told
@@ -51,21 +51,32 @@ def test_an_interval_is_told_by_its_nearer_end() -> None:
     ],
 )
 def test_each_kind_says_what_it_rests_on(entry: Regression, words: str) -> None:
-    assert words in regression_list([entry])
+    assert words in regression_list([entry], [])
 
 
 def test_commits_lead_to_their_pages() -> None:
     shown = replace(SLOWER, before=replace(SLOWER.before, url="https://example.org/c/?a=1&id=" + "a" * 40))
-    told = regression_list([shown])
+    told = regression_list([shown], [])
     link = f'<a href="https://example.org/c/?a=1&amp;id={"a" * 40}" rel="noopener noreferrer">aaaaaaaa</a>'
     assert f"bbbbbbbb, against {link} Before &amp; &lt;all&gt;" in told
 
 
 def test_a_level_says_after_which_commit() -> None:
     level = replace(SLOWER, ratio=Estimate(1.12, 0.0, float("inf"), 1, 0), p_value=0.004)
-    assert "bbbbbbbb, after aaaaaaaa" in regression_list([level])
-    assert 'id="level-time-bbbbbbbb-mlp-b8-cuda-kitsune_trainstep_amp"' in regression_list([level])
+    assert "bbbbbbbb, after aaaaaaaa" in regression_list([level], [])
+    assert 'id="level-time-bbbbbbbb-mlp-b8-cuda-kitsune_trainstep_amp"' in regression_list([level], [])
 
 
-def test_nothing_is_said_too() -> None:
-    assert regression_list([]).startswith('<p class="notice">None')
+@pytest.mark.parametrize(
+    ("judged", "words"),
+    [
+        ([], "None found in the history; no form of Kitsune was compared between the two commits."),
+        ([Verdict.SAME], "None found in 1 comparison and in the history."),
+        (
+            [Verdict.SAME, Verdict.INCONCLUSIVE, Verdict.INCONCLUSIVE],
+            "None found in 3 comparisons and in the history. 2 of them inconclusive: more rounds would decide.",
+        ),
+    ],
+)
+def test_that_nothing_was_found_claims_no_more_than_was_looked_at(judged: list[Verdict], words: str) -> None:
+    assert regression_list([], judged) == f'<p class="notice">{words}</p>'

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.harness import sample
 from tests.harness.report.chromium import Visit, needs_chromium
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def test_charts_are_dark_on_a_dark_page_and_light_on_paper(visit: Visit) -> None
     visit.page.emulate_media(color_scheme="dark")
     visit.page.locator("#memory").scroll_into_view_if_needed()
     visit.page.wait_for_selector("#memory-0 .main-svg")
-    ink = "() => getComputedStyle(document.querySelector('#memory-0 .ytick text')).fill"
+    ink = "() => getComputedStyle(document.querySelector('#memory-0 .annotation-text')).fill"
     visit.page.wait_for_function(f"() => ({ink})() === 'rgb(230, 232, 235)'")
     assert visit.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
     visit.page.emulate_media(media="print")
@@ -114,10 +115,11 @@ def test_a_command_is_copied_by_the_keyboard_alone(visit: Visit) -> None:
 
 
 def test_every_judged_row_has_its_command(visit: Visit) -> None:
-    for table, rows in (("changes", 12), ("variants", 59)):
+    head, base = (commit[:12] for commit in (sample.COMMITS[2], sample.COMMITS[1]))
+    for table, rows, commits in (("changes", 12, f"{base} {head}"), ("variants", 59, head)):
         commands = visit.page.locator(f"#{table} td.again .command").all_text_contents()
         assert len(commands) == rows
-        assert all(text.startswith("python -m harness.run c05d61efc05d ") for text in commands)
+        assert all(text.startswith(f"python -m harness.run {commits} --") for text in commands)
 
 
 def test_a_regression_is_told_against_its_margin(visit: Visit) -> None:
