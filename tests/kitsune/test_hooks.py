@@ -59,7 +59,6 @@ def test_a_hook_comes_and_goes(form: str, kind: str) -> None:
     compare(form, steps=11, edit=edit, replays=4)
 
 
-@pytest.mark.support("Models", "forward hooks", "replayed")
 @pytest.mark.parametrize("kind", ["module backward", "module backward pre", "parameter", "global forward"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hook_is_called_at_every_step(form: str, kind: str) -> None:
@@ -79,6 +78,7 @@ def test_a_hook_is_called_at_every_step(form: str, kind: str) -> None:
     assert calls[form] == calls["eager"] == 3
 
 
+@pytest.mark.support("Models", "forward hooks of modules", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hook_that_was_there_from_the_start(form: str) -> None:
     def edit(training: Training, index: int) -> None:

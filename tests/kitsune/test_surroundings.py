@@ -151,7 +151,7 @@ def test_threads_train_models_of_their_own(form: str) -> None:
         assert training.status().replays >= 8
 
 
-@pytest.mark.support("Ecosystem", "torch.profiler sees operators, optimizers and kernels", "replayed")
+@pytest.mark.support("Ecosystem", "torch.profiler is told of the optimizer's `step` and `zero_grad`", "replayed")
 def test_a_profiler_is_told_of_the_optimizer() -> None:
     names = {}
     for form in ("eager", "drop_in"):

@@ -107,9 +107,10 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.support(
     "Models",
-    "MobileNetV2, DenseNet-121, EfficientNet-B0, a U-Net, an LSTM, a graph network, a denoiser",
+    "MobileNetV2, DenseNet-121, EfficientNet-B0, a U-Net, a graph network, a denoiser",
     "replayed",
 )
+@pytest.mark.support("Models", "an LSTM", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("form", ["train_step", "drop_in"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_as_without_kitsune(name: str, form: str) -> None:
