@@ -5,6 +5,7 @@ Tests run in processes that take it that there is a GPU (see `offline`): on othe
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -363,11 +364,14 @@ def test_it_is_the_parents() -> None:
 
 
 @pytest.mark.gpu
-def test_forms_are_compiled_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_forms_are_compiled_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import triton
 
     from kitsune.kernels import linear_triton, tuning
 
+    caplog.set_level(logging.DEBUG, logger="kitsune")  # with what goes wrong in the server, if that starts here
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(tuning, "_costs", lambda device: tuning.CostCache(tmp_path, {}))
     found: list[bool] = []
@@ -381,4 +385,4 @@ def test_forms_are_compiled_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path:
     linear_triton.linear(x, weight, bias, y, torch.empty(0, device="cuda"), activation="relu", allow_tf32=False)
     torch.testing.assert_close(y, torch.relu(x @ weight.t() + bias), rtol=1e-4, atol=1e-4)
     assert len(found) > 1
-    assert all(found)
+    assert all(found), [path.name for path in tmp_path.iterdir()]
