@@ -134,7 +134,9 @@ class GuardedFunction:
             self.stale = True
             raise RefusedError(_CHANGED, passing=True) from error
         except exc.TorchDynamoException as error:
-            raise RefusedError(_refusal(error)) from error
+            # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
+            passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
+            raise RefusedError(_refusal(error), passing=passing) from error
         if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
