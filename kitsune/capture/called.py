@@ -25,7 +25,7 @@ def called_facts(function: types.FunctionType, owner: type | None) -> Iterator[F
     for place in {owner, _written_in(function)} - {None}:
         assert place is not None
         for definer in place.__mro__:
-            for name in [name for name, value in vars(definer).items() if _function_of(value) is function]:
+            for name in [name for name, value in list(vars(definer).items()) if _function_of(value) is function]:
                 yield item(vars(definer), name)
                 if definer is not place and vars(definer)[name] is getattr(place, name):
                     yield attribute(place, name)  # it may come to be defined there, too
