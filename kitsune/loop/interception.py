@@ -69,7 +69,12 @@ class ModuleFinder:
         self._finalizer()
 
     def count_step(self) -> None:
-        """To be called once an iteration: the search ends when nothing more is found for long."""
+        """To be called once an iteration: the search ends when nothing more is found for long.
+
+        While a thread captures, calls in others look as if they were traced, and are passed over.
+        """
+        if torch.compiler.is_compiling():
+            return
         self._steps_left -= 1
         if self._steps_left == 0:
             self.stop()

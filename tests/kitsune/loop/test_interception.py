@@ -90,6 +90,20 @@ def test_a_module_without_any_of_the_parameters_is_passed_over() -> None:
     finder.stop()
 
 
+def test_the_search_waits_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are passed over then, as if Dynamo looked at them."""
+    model, taker = Net(), Taker()
+    finder = ModuleFinder(model.parameters(), taker)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for _ in range(100):
+        model(torch.randn(2, 4))
+        finder.count_step()
+    assert taker.modules == []
+    monkeypatch.undo()
+    model(torch.randn(2, 4))
+    assert taker.modules == [model]
+
+
 def test_the_search_gives_up_some_day() -> None:
     taker, before = Taker(), hooks()
     finder = ModuleFinder([nn.Parameter(torch.ones(1))], taker)
