@@ -24,6 +24,10 @@ _SAMPLES = 4
 _CLEARLY_FASTER = 0.5
 _PATIENCE_SECONDS = 0.1
 
+# Replays that are no slower than this, beside eager steps, are kept as long as they may become faster: where the device
+# sets the pace, the operators of the captured step take as long as they did, and fusing alone makes the difference.
+_NARROWLY = 1.1
+
 _MISSES_UNTIL_PAUSE = 3
 
 # Where replay has lost, both are timed again when eager steps have become this much slower, which is looked at now and
@@ -48,6 +52,10 @@ class Chooser:
     Args:
         mode: the configured mode.
         synchronize: waits for the device, so that times are of work done and not of work queued.
+
+    Attributes:
+        may_improve: replays are yet to be made faster, after which they are timed anew. Until then those that lose
+            narrowly stay.
     """
 
     def __init__(self, mode: Mode, synchronize: Callable[[], None]) -> None:
@@ -66,6 +74,7 @@ class Chooser:
         self._since = 0  # steps that were not probed
         self._probes: list[float] = []
         self.settled = mode == "eager"
+        self.may_improve = self._is_spared = False
         self._rival: float | None = None
         self.has_lost = False
 
@@ -124,7 +133,13 @@ class Chooser:
             self._rival, self.has_lost = rival, False
             self._seen = {"eager": 0, "replay": 0}
             self._best.clear()
-            self._spent, self.settled = 0.0, False
+            self._spent, self.settled, self._is_spared = 0.0, False, False
+
+    def will_not_improve(self) -> None:
+        """Replays stay as they are: those that lose narrowly have lost."""
+        self.may_improve = False
+        if self._is_spared:
+            self.reopen()
 
     def describe(self) -> tuple[str, str]:
         """The mode and its reason, as a `Status` gives them."""
@@ -136,6 +151,8 @@ class Chooser:
             return "measuring", "steps of this signature are being timed, eagerly and replayed"
         if not self._auto:
             return "replay", "mode='replay' was asked for"
+        if self._is_spared:
+            return "replay", "replay was measured about as fast as eager, and is to become faster"
         return "replay", "replay was measured faster than eager"
 
     @property
@@ -179,7 +196,10 @@ class Chooser:
         self.settled = True
         if self._rival is not None and self._best["replay"] > self._rival:
             self._best["replay"], self.has_lost = self._rival, True
-        if self._auto and self._best["replay"] >= self._best["eager"]:
+        if not self._auto or self._best["replay"] < self._best["eager"]:
+            return
+        self._is_spared = self.may_improve and self._best["replay"] < _NARROWLY * self._best["eager"]
+        if not self._is_spared:
             times = f"{self._best['replay'] * 1e6:.0f} us against {self._best['eager'] * 1e6:.0f} us"
             self.refusal = Refusal(f"replay was measured no faster than eager ({times})")
             self._lost_to, self._since = self._best["eager"], 0

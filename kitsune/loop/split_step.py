@@ -67,7 +67,6 @@ class SplitStep(GuardedStep):
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
-        self._may_improve = False  # the present graphs, once replay has proved faster than eager
         self._fusing: Fusing | None = None  # of the present graphs, under way
         self._captured_at = 0  # replays
         self._unfused: SplitProgram | None = None  # until the fused one has proved faster
@@ -277,7 +276,7 @@ class SplitStep(GuardedStep):
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None
-        self._may_improve = self._fuses(flat) or self._num_streams(flat) > 1
+        self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(trace_split(graph, flat, self._autocast), graph, flat, num_streams=1)
 
     def _record_case(self, part: BackwardPart, missing: frozenset[int]) -> Recording | None:
@@ -326,13 +325,14 @@ class SplitStep(GuardedStep):
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             kind = type(error).__name__
             self._log.do_without(Refusal(f"the call is not fused ({kind}: {first_line(error)})"))
-        self._may_improve, self._fusing = False, None
-        if fused is None:
-            if self._num_streams(flat) > 1:
-                self._exchange(program, program, graph, flat)
-        elif self._exchange(fused, program, graph, flat):
-            self._unfused = program
+        self._fusing = None
+        if fused is not None and self._exchange(fused, program, graph, flat):
+            self._unfused, self.chooser.may_improve = program, False
             self.chooser.reopen(self.chooser.replay_seconds)
+        else:
+            if fused is None and self._num_streams(flat) > 1:
+                self._exchange(program, program, graph, flat)
+            self.chooser.will_not_improve()
         self.setup_seconds += time.perf_counter() - started
 
     def _takes_back(self) -> bool:
@@ -341,7 +341,7 @@ class SplitStep(GuardedStep):
 
     def _is_to_improve(self) -> bool:
         """Whether the graphs will be recorded anew, for better ones."""
-        if not (self._may_improve and self.chooser.settled):
+        if not (self.chooser.may_improve and self.chooser.settled):
             return False
         return self._budget.captures == 1 or self.replays - self._captured_at >= _REPLAYS_BEFORE_MORE_TRIALS
 

@@ -358,6 +358,7 @@ class WholeStep(GuardedStep):
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
         self._others = None if self._num_streams() > 1 or self._fuses() else ()
+        self.chooser.may_improve = self._others is None
 
     def _conditions(self, program: StepProgram) -> dict[str, Any]:
         conditions = {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
@@ -389,6 +390,7 @@ class WholeStep(GuardedStep):
         self.setup_seconds += contest.winner.take_recording_seconds()
         if contest.settled != settled:
             self._choice = _choice(self._plans()[contest.place])
+            self.chooser.may_improve = self._others is None
             self.chooser.reopen()
             self._is_reopened = True
         return outputs
@@ -407,7 +409,7 @@ class WholeStep(GuardedStep):
             clear(self._memory, inputs[0].device)
 
     def _may_try_others(self) -> bool:
-        """Whether replay has proved faster than eager, and other plans have yet to be tried."""
+        """Whether replay has not lost to eager, and other plans have yet to be tried."""
         if self._others is not None or not self.chooser.settled:
             return False
         return self._budget.captures == 1 or self._since_capture >= _REPLAYS_BEFORE_MORE_TRIALS
@@ -449,6 +451,7 @@ class WholeStep(GuardedStep):
             kind = type(error).__name__
             reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed as captured, on one stream"
             self._log.do_without(Refusal(reason))
+            self.chooser.will_not_improve()
             return
         finally:
             self.setup_seconds += time.perf_counter() - started
@@ -457,6 +460,8 @@ class WholeStep(GuardedStep):
         if self._choice is not None:  # of an earlier capture of the same step
             others = tuple(planned for planned in others if _choice(planned) == self._choice)
         self._others = others
+        if not others:
+            self.chooser.will_not_improve()
         conditions = {**self._conditions(program), "most_bytes": most_bytes}
         records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
         contest.open([partial(self._by_address, record) for record in records])
