@@ -31,6 +31,11 @@ class GraphPool:
         self._handle: _POOL_HANDLE | None = None
         self._graphs = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no graph uses it."""
+        return self._graphs == 0
+
     def enter(self) -> _POOL_HANDLE:
         """The handle, for one more graph."""
         if self._handle is None:

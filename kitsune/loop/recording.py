@@ -94,7 +94,14 @@ class Recording:
             return
         try:
             self.executor = CudaGraph(
-                run, inputs, copied=copied, mutated=mutated, pool=pool, warm_up=warm_up, handout=handout
+                run,
+                inputs,
+                copied=copied,
+                mutated=mutated,
+                pool=pool,
+                warm_up=warm_up,
+                handout=handout,
+                pieces=() if lowered is None else lowered.pieces,
             )
             return
         except torch.OutOfMemoryError:

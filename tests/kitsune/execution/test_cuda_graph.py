@@ -13,8 +13,12 @@ from kitsune.capture.trace import trace
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder
+from kitsune.execution.lanes import lanes_for
+from kitsune.execution.lower import lower
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.graph import dataflow
+from kitsune.plan import Schedule, task_graph
+from tests.kitsune.execution.test_lower import any_schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -173,3 +177,50 @@ def test_release_gives_the_memory_back() -> None:
         graph.release()
         del graph
     assert at_rest() == before
+
+
+MIB = 2**20
+
+
+def divided(x: Tensor) -> list[Tensor]:
+    """What its first value leaves is divided for the second, and the third, as large as the first, fits nowhere."""
+    total = x.new_full((64 * MIB,), 1, dtype=torch.uint8).sum()
+    second = x.new_full((40 * MIB,), 2, dtype=torch.uint8)
+    third = x.new_full((64 * MIB,), 3, dtype=torch.uint8)
+    return [total + second.sum() + third.sum()]
+
+
+def test_large_values_lie_in_one_piece() -> None:
+    x = torch.zeros((), device="cuda")
+    module = trace(divided, [x])
+    graph = task_graph(module.graph)
+    lowered = lower(module, graph, Schedule("in order", tuple(range(len(graph.tasks))), (0,) * len(graph.tasks)))
+    assert lowered.pieces == (104 * MIB,)
+    for pieces, mib in ((), 128), (lowered.pieces, 104):
+        pool = GraphPool(StreamPool())
+        recorded = []
+        for _ in range(2):  # the second one uses the same memory
+            run = InOrder(lowered.module)
+            recorded.append(CudaGraph(run, [x], copied={0}, mutated={}, pool=pool, pieces=pieces))
+            taken = pool.num_bytes()
+            assert taken is not None
+            assert mib * MIB <= taken <= (mib + 4) * MIB  # and what is small
+            assert all(int(one([x])[0]) == (64 + 2 * 40 + 3 * 64) * MIB for one in recorded)
+
+
+def test_each_stream_has_a_piece() -> None:
+    """That of the second stream is recorded before anything is issued there."""
+    x = torch.zeros((), device="cuda")
+    module = trace(lambda x: [divided(x)[0] + divided(x)[0]], [x])
+    graph = task_graph(module.graph)
+    streams = StreamPool()
+    schedule = any_schedule(graph, 0, 2)
+    lowered = lower(module, graph, schedule)
+    pool = GraphPool(streams)
+    run = InOrder(lowered.module, lanes=lanes_for(2, streams, x.device))
+    recorded = CudaGraph(run, [x], copied={0}, mutated={}, pool=pool, pieces=(300 * MIB, 200 * MIB))
+    taken = pool.num_bytes()
+    assert taken is not None
+    assert 500 * MIB <= taken <= 504 * MIB
+    for _ in range(20):
+        assert int(recorded([x])[0]) == 2 * (64 + 2 * 40 + 3 * 64) * MIB
