@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
         inactive_split_bytes=None if profile is None else profile.inactive_split_bytes,
+        modes=Counter(entry.modes[variant] for entry in measured.rounds[case] if variant in entry.modes),
     )
 
 

@@ -109,8 +109,13 @@ def plans(gain: StreamGain) -> str:
     if not any(gain.plans):
         return ABSENT if gain.profiled_plan is None else f"{replay_plan(gain.profiled_plan)} where it was profiled"
     rounds = Counter("not recorded" if plan is None else replay_plan(plan) for plan in gain.plans)
-    told = ", ".join(plan if number == 1 else f"{plan} ×{number}" for plan, number in rounds.items())
+    told = with_numbers(rounds)
     return f"{told} on both sides: the difference is noise" if gain.is_same_plan else told
+
+
+def with_numbers(names: Mapping[str, int]) -> str:
+    """Names with their numbers, where there are several of one: "replay ×3, eager"."""
+    return ", ".join(one_line(name) if number == 1 else f"{one_line(name)} ×{number}" for name, number in names.items())
 
 
 def one_line(text: str) -> str:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch._dynamo
@@ -34,6 +35,8 @@ from harness.turns import Ending, Limits, drawn_orders, take_turns
 from harness.variants.availability import unavailable
 from harness.variants.building import start
 from harness.variants.training import Training, prepare
+
+_T = TypeVar("_T")
 
 _RECOMPILE_LIMIT = 64
 _STEADY_STEPS = 5
@@ -101,7 +104,7 @@ class RoundResult:
 
     ``throttled`` are the numbers of the turns in which the GPU was; ``ended`` and ``half_width`` are those of
     :class:`harness.turns.Taken`. ``gpu`` and ``host`` say what was going on meanwhile, as :mod:`harness.sensors` does.
-    ``plans`` are those by which variants replayed at the end of the round, of the variants that tell.
+    ``modes`` and ``plans`` are how variants ran at the end of the round, and by what they replayed, of those that tell.
     """
 
     steps_per_block: Mapping[str, int]
@@ -112,6 +115,7 @@ class RoundResult:
     half_width: float = math.inf
     gpu: Mapping[str, object] = field(default_factory=dict)
     host: Mapping[str, object] = field(default_factory=dict)
+    modes: Mapping[str, str] = field(default_factory=dict)
     plans: Mapping[str, ReplayPlan] = field(default_factory=dict)
 
 
@@ -202,8 +206,9 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
         is_throttled=gpu.is_throttled,
         rng=random.Random(f"{job.case.name} {job.round}"),
     )
+    timed = {name: trainings[name] for name in taken.blocks}
     return RoundResult(
-        {name: steps[name] for name in taken.blocks},
+        {name: steps[name] for name in timed},
         taken.blocks,
         failures,
         taken.throttled,
@@ -211,7 +216,8 @@ def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
         taken.half_width,
         gpu.summary(),
         host.summary(),
-        _plans({name: trainings[name] for name in taken.blocks}),
+        _told(timed, lambda training: training.mode_in_use()),
+        _told(timed, lambda training: training.plan_in_use()),
     )
 
 
@@ -290,16 +296,16 @@ def timed_block(run: Callable[[int], object], steps: int, device: torch.device) 
     return time_block(run, steps, device, lead_in=profiles.lead_in_steps(device.type, steps))
 
 
-def _plans(trainings: Mapping[str, Training]) -> dict[str, ReplayPlan]:
-    """What the trainings replay by at present, of those that tell."""
-    found = {name: _plan_in_use(training) for name, training in trainings.items()}
-    return {name: plan for name, plan in found.items() if plan is not None}
+def _told(trainings: Mapping[str, Training], ask: Callable[[Training], _T | None]) -> dict[str, _T]:
+    """What the trainings say of themselves at present, of those that tell."""
+    answers = {name: _answer(training, ask) for name, training in trainings.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
 
 
-def _plan_in_use(training: Training) -> ReplayPlan | None:
+def _answer(training: Training, ask: Callable[[Training], _T | None]) -> _T | None:
     try:
-        return training.plan_in_use()
-    except Exception:  # noqa: BLE001  # the commit under test may raise anything, and its times stand without a plan
+        return ask(training)
+    except Exception:  # noqa: BLE001  # the commit under test may raise anything, and its times stand without an answer
         return None
 
 

@@ -82,8 +82,8 @@ class Round:
     """One fresh process that timed the variants of one case in turns; entry i of every variant is the same turn.
 
     ``throttled`` turns, of which the GPU protected itself, were kept in the file and are left out of ``blocks``, unless
-    there were no others. ``plans`` are those by which Kitsune's variants replayed at the end of the round, of the
-    variants that told; results of earlier versions have none.
+    there were no others. ``modes`` and ``plans`` are how Kitsune's variants ran at the end of the round, such as
+    "eager", and by what they replayed, of the variants that told; results of earlier versions have none.
     """
 
     run: str
@@ -95,6 +95,7 @@ class Round:
     steps_per_block: Mapping[str, int]
     blocks: Mapping[str, Blocks]
     throttled: int = 0
+    modes: Mapping[str, str] = field(default_factory=dict)
     plans: Mapping[str, ReplayPlan] = field(default_factory=dict)
 
 
@@ -233,6 +234,7 @@ def _round(fields: Mapping[str, object]) -> Round:
         steps_per_block=_steps_per_block(fields, blocks),
         blocks=blocks,
         throttled=len(throttled),
+        modes={} if fields.get("modes") is None else _modes(_mapping(fields, "modes"), blocks),
         plans={} if fields.get("plans") is None else _plans(_mapping(fields, "plans"), blocks),
     )
 
@@ -258,11 +260,21 @@ def _turns(entries: object, count: int) -> frozenset[int]:
     return frozenset(entries)
 
 
-def _plans(named: Mapping[str, object], timed: Collection[str]) -> dict[str, ReplayPlan]:
-    """Plans of some of the variants that were timed."""
+def _modes(named: Mapping[str, object], timed: Collection[str]) -> dict[str, str]:
+    """Modes of some of the variants that were timed."""
+    _check_timed("modes", named, timed)
+    return {variant: _text(named, variant) for variant in named}
+
+
+def _check_timed(field: str, named: Mapping[str, object], timed: Collection[str]) -> None:
     for variant in named:
         if variant not in timed:
-            raise RecordError(f"plans: there are no blocks of {_shown(variant)}")
+            raise RecordError(f"{field}: there are no blocks of {_shown(variant)}")
+
+
+def _plans(named: Mapping[str, object], timed: Collection[str]) -> dict[str, ReplayPlan]:
+    """Plans of some of the variants that were timed."""
+    _check_timed("plans", named, timed)
     try:
         return {variant: replay_plan(entry, f"plans[{variant!r}]") for variant, entry in named.items()}
     except DamageError as error:

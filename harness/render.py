@@ -284,6 +284,7 @@ def _row_fields(row: Row) -> dict[str, object]:
         "peer_verdict": None if row.peer_verdict is None else row.peer_verdict.value,
         "parity": None if row.parity is None else row.parity.value,
         "kitsune": None if row.kitsune is None else dict(row.kitsune),
+        "modes": dict(row.modes),
         "fragmentation_bytes": row.fragmentation_bytes,
     }
     if row.break_even_steps == math.inf:

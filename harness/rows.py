@@ -63,8 +63,9 @@ class Row:
     that of the fastest variant in the same precision that is not Kitsune's; both below 1 where the variant is faster.
     ``margin`` and ``peer_margin`` are what the two verdicts were given by: the comparison's margin, wider where the
     row's noise asks for it. ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock.
-    Set-up, memory and loss are None without a profile. ``break_even_steps`` is infinite where the variant never earns
-    its set-up back, None where it is not clearly faster or slower than eager.
+    ``modes`` counts how its rounds ran, of those that tell. Set-up, memory and loss are None without a profile.
+    ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is not clearly faster
+    or slower than eager.
     """
 
     case: Case
@@ -90,6 +91,7 @@ class Row:
     parity: Parity | None
     kitsune: Mapping[str, object] | None
     inactive_split_bytes: int | None = None
+    modes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fragmentation_bytes(self) -> int | None:

@@ -321,6 +321,7 @@ class Session:
             half_width=result.half_width if math.isfinite(result.half_width) else None,
             gpu=dict(result.gpu),
             host=dict(result.host),
+            modes=dict(result.modes),
             plans={variant: asdict(plan) for variant, plan in result.plans.items()},
             **_case_fields(case),
         )

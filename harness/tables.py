@@ -122,7 +122,11 @@ def variant_table(comparison: Comparison) -> Table:
         Column("time", "seconds per training step, the median over rounds", numeric=True),
         Column("over eager", "speed-up: eager's time in the same precision divided by this one's", numeric=True),
         Column("verdict", "whether the whole interval lies beyond the margin", only=Medium.TEXT),
-        Column("mode", "how Kitsune ran the step: eager where replay is impossible or not faster", only=Medium.TEXT),
+        Column(
+            "mode",
+            "how Kitsune ran: eager where replay is impossible or not faster; × in how many rounds, if they differ",
+            only=Medium.TEXT,
+        ),
         Column(
             "over best peer",
             "speed-up over the fastest variant in the same precision that is not Kitsune's (marked *)",
@@ -507,6 +511,10 @@ def _memory_detail(row: Row) -> str | None:
 
 
 def _mode(row: Row) -> str | None:
+    if len(row.modes) > 1:
+        return formats.with_numbers(row.modes)
+    if row.modes:
+        return formats.one_line(next(iter(row.modes)))
     return None if row.kitsune is None else str(row.kitsune.get("mode", "unknown mode"))
 
 

@@ -42,6 +42,9 @@ class DropInTraining(LoopTraining):
     def status(self) -> Mapping[str, object]:
         return self._kitsune.status().as_dict()
 
+    def mode_in_use(self) -> str | None:
+        return self._kitsune.status().mode
+
     def plan_in_use(self) -> ReplayPlan | None:
         return plan_in_use(self._kitsune.status().as_dict())
 
@@ -81,6 +84,9 @@ class TrainStepTraining(Training):
         except kitsune.KitsuneError:
             return status
         return status if measured is None else {**status, "plan": json.loads(measured.to_json())}
+
+    def mode_in_use(self) -> str | None:
+        return self._step.status().mode
 
     def plan_in_use(self) -> ReplayPlan | None:
         return plan_in_use(self._step.status().as_dict())

@@ -112,6 +112,10 @@ class Training(ABC):
         """What the variant says of itself, as JSON can hold it; None for those that say nothing."""
         return None
 
+    def mode_in_use(self) -> str | None:
+        """How its latest step ran, such as "replay" or "eager"; None for those that do not tell."""
+        return None
+
     def plan_in_use(self) -> ReplayPlan | None:
         """The plan by which it replays at present, without measuring anything; None for those that tell of none."""
         return None

@@ -79,6 +79,7 @@ def test_a_round_tells_the_plan_of_what_replays(launcher: Launcher, monkeypatch:
     tasks = (Task("eager_fp32"), Task("kitsune_trainstep_fp32"))
     result = launcher.run(measure.measure_round, RoundJob(CASE, tasks, EFFORT, 0), timeout_s=120)
     assert result.failures == {}
+    assert result.modes == {"kitsune_trainstep_fp32": "replay"}
     assert result.plans == {"kitsune_trainstep_fp32": ReplayPlan("in order", 1, fused=False)}
 
 

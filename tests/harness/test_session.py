@@ -357,14 +357,17 @@ def test_a_round_keeps_what_disturbed_it_and_leaves_throttled_turns_out(context:
     assert len(stored["blocks"][EAGER]["wall_s"]) == 3
 
 
-def test_a_round_keeps_the_plans_in_use(context: Context) -> None:
+def test_a_round_keeps_the_modes_and_plans_in_use(context: Context) -> None:
     plan = ReplayPlan("list", 2, fused=True)
 
     def planned(job: RoundJob) -> RoundResult:
-        return replace(timed([task.variant for task in job.tasks]), plans={TRAINSTEP: plan})
+        return replace(
+            timed([task.variant for task in job.tasks]), modes={TRAINSTEP: "replay"}, plans={TRAINSTEP: plan}
+        )
 
     _, history = run(context, Pretender(on_round=planned))
     assert {TRAINSTEP: plan} == history.rounds(COMMIT)[0].plans
+    assert history.rounds(COMMIT)[0].modes == {TRAINSTEP: "replay"}
 
 
 def alternating(job: RoundJob) -> RoundResult:

@@ -351,6 +351,26 @@ def test_a_round_has_the_plans_that_it_records(tmp_path: Path) -> None:
     assert found == [{}, {}, {"kitsune_trainstep_fp32": ReplayPlan("list", 2, fused=True)}]
 
 
+def test_a_round_has_the_modes_that_it_records(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    modes = {"kitsune_trainstep_fp32": "eager"}
+    store.append(MACHINE, COMMIT, [run(), round_(0), round_(1) | {"modes": modes}])
+    assert [entry.modes for entry in store.load(MACHINE).rounds(COMMIT)] == [{}, modes]
+
+
+@pytest.mark.parametrize(
+    ("modes", "words"),
+    [
+        ([], r"modes: expected an object, got \[\]"),
+        ({"eager_amp": "eager"}, "modes: there are no blocks of 'eager_amp'"),
+        ({"kitsune_trainstep_fp32": 1}, "kitsune_trainstep_fp32"),
+    ],
+)
+def test_a_round_of_damaged_modes_is_refused(tmp_path: Path, modes: object, words: str) -> None:
+    with pytest.raises(ResultsError, match=words):
+        Store(tmp_path).append(MACHINE, COMMIT, [run(), round_(0) | {"modes": modes}])
+
+
 @pytest.mark.parametrize(
     ("plans", "words"),
     [

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 from harness import formats, tables
@@ -21,6 +22,23 @@ def test_kitsune_stands_out_unless_something_is_switched_off() -> None:
     assert tables.variant_tone("kitsune_dropin_fp32") is Tone.STRONG
     assert tables.variant_tone("kitsune_trainstep_unfused_fp32") is Tone.FAINT
     assert tables.variant_tone("eager_fp32") is Tone.PLAIN
+
+
+def test_rounds_that_ran_otherwise_are_told(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    place = next(index for index, row in enumerate(comparison.rows) if row.variant == "kitsune_trainstep_amp")
+
+    def told(modes: dict[str, int]) -> str:
+        row = replace(comparison.rows[place], modes=modes)
+        rows = (*comparison.rows[:place], row, *comparison.rows[place + 1 :])
+        table = tables.variant_table(replace(comparison, rows=rows)).on(tables.Medium.TEXT)
+        column = [column.heading for column in table.columns].index("mode")
+        return table.rows[place][column].text
+
+    assert told({}) == told({"replay": 4}) == "replay"
+    assert told({"eager": 4}) == "eager"
+    assert told({"replay": 3, "eager": 1}) == "replay ×3, eager"
 
 
 def test_means_are_speed_ups_as_the_rows_are(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_the_plan_in_use_is_told_without_measuring_it(name: str, monkeypatch: py
     ready = start(variant, prepare(variant, "mlp", 8, CPU))
     assert ready.plan_in_use() is None
     ready.run(5)
+    assert ready.mode_in_use() == "replay"
     assert ready.plan_in_use() == ReplayPlan("in order", 1, fused=False)
 
 
@@ -118,6 +119,7 @@ def test_what_replays_by_no_plan_tells_of_none(monkeypatch: pytest.MonkeyPatch) 
         ready = training(name)
         ready.run(5)
         assert ready.plan_in_use() is None
+        assert ready.mode_in_use() == (None if name == "eager_fp32" else "replay")
 
 
 def test_a_run_of_many_steps_is_many_runs_of_one() -> None:
