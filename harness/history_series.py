@@ -15,15 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
-from harness.changepoints import LEAST_RUN
+from harness.changepoints import LEAST_RUN, ChangePoint, find_changes
 from harness.controls import UNLIKE, is_captured
 from harness.history_index import Value, Values, series_values
-from harness.level_changes import environment_of, level_changes
+from harness.level_changes import Finder, apart, environments_of, level_changes
 from harness.names import order, precision_of, reference_of
+from harness.parallel import mapped
 from harness.rows import Commit, LevelChange, Point, Series
 from harness.selection import Case
 from harness.stats import repeat_noise
 from harness.store import History
+
+_MANY = 20_000  # values, which take about a quarter of a second
 
 _Finder = Callable[[Values, Sequence[float]], tuple[LevelChange, ...]]
 
@@ -34,15 +37,21 @@ def history_series(history: History, commits: Mapping[str, Commit]) -> tuple[Ser
     Args:
         commits: all of the history, by their hashes.
     """
-    environments = {commit: environment_of(history.runs(commit)[-1].facts) for commit in history.commits}
+    environments = environments_of({commit: history.runs(commit)[-1].facts for commit in history.commits})
     position = {commit: place for place, commit in enumerate(history.commits)}
 
+    held_against = [
+        (case, variant, held, _control(held))
+        for (case, variant), held in sorted(series_values(history).items(), key=lambda item: order(item[0][1]))
+    ]
+    find = _found_in([held[control] for _, _, held, control in held_against], environments)
+
     def changes(values: Values, numbers: Sequence[float]) -> tuple[LevelChange, ...]:
-        return level_changes([commits[commit] for commit in values.commits], numbers, environments, position)
+        at = [commits[commit] for commit in values.commits]
+        return level_changes(at, numbers, environments, position, find=find)
 
     series = []
-    for (case, variant), held in sorted(series_values(history).items(), key=lambda item: order(item[0][1])):
-        control = _control(held)
+    for case, variant, held, control in held_against:
         values = held[control]
         series.append(
             Series(
@@ -56,6 +65,22 @@ def history_series(history: History, commits: Mapping[str, Commit]) -> tuple[Ser
             )
         )
     return tuple(series)
+
+
+def _found_in(series: Sequence[Values], environments: Mapping[str, int]) -> Finder:
+    """`find_changes`, which has been asked for the ratios of all series, on all processors."""
+    stretches = []
+    for values in series:
+        ratios = values.ratios
+        stretches += [tuple(ratios[index] for index in members) for members in apart(values.commits, environments)]
+    found = mapped(find_changes, stretches, is_long=sum(map(len, stretches)) >= _MANY)
+    known = dict(zip(stretches, found, strict=True))
+
+    def find(numbers: Sequence[float]) -> Sequence[ChangePoint]:
+        changes = known.get(tuple(numbers))
+        return find_changes(numbers) if changes is None else changes
+
+    return find
 
 
 def _control(held: Mapping[str, Values]) -> str:

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from harness.changepoints import ChangePoint, find_changes
 from harness.rows import Commit, EnvironmentChange, LevelChange
 from harness.selection import ENVIRONMENT_FACTS, changed_facts
 
-Environment = tuple[object, ...]
-"""The facts that change what is measured, in the order of :data:`harness.selection.ENVIRONMENT_FACTS`."""
+Finder = Callable[[Sequence[float]], Sequence[ChangePoint]]
 
 
-def environment_of(facts: Mapping[str, object]) -> Environment:
-    """What makes values of two commits comparable."""
-    return tuple(facts.get(name) for name in ENVIRONMENT_FACTS)
+def environments_of(facts: Mapping[str, Mapping[str, object]]) -> dict[str, int]:
+    """For each commit a number: that of another one if their values are comparable.
+
+    Args:
+        facts: those of the machine at each commit, by its hash.
+    """
+    known: dict[tuple[object, ...], int] = {}
+    return {
+        commit: known.setdefault(tuple(told.get(name) for name in ENVIRONMENT_FACTS), len(known))
+        for commit, told in facts.items()
+    }
 
 
 def level_changes(
     commits: Sequence[Commit],
     ratios: Sequence[float],
-    environments: Mapping[str, Environment],
+    environments: Mapping[str, int],
     position: Mapping[str, int],
     *,
     lower_is_better: bool = True,
+    find: Finder = find_changes,
 ) -> tuple[LevelChange, ...]:
     """Where the level of a series changed, in the order of the commits.
 
@@ -33,19 +41,25 @@ def level_changes(
     Args:
         commits: those at which the series was measured, in their order.
         ratios: its values at these.
-        environments: that of each commit, by its hash.
+        environments: see `environments_of`.
         position: the place of each measured commit of the machine in their order, by its hash.
         lower_is_better: whether the series' ratios are of times, and not of speeds.
+        find: finds the changes among the values of one environment.
     """
-    apart: dict[Environment, list[int]] = {}
-    for index, commit in enumerate(commits):
-        apart.setdefault(environments[commit.sha], []).append(index)
     changes = [
         _named(change, [commits[index] for index in members], position, lower_is_better)
-        for members in apart.values()
-        for change in find_changes([ratios[index] for index in members])
+        for members in apart([commit.sha for commit in commits], environments)
+        for change in find([ratios[index] for index in members])
     ]
     return tuple(sorted(changes, key=lambda change: position[change.first.sha]))
+
+
+def apart(commits: Sequence[str], environments: Mapping[str, int]) -> list[list[int]]:
+    """The indices of the commits of each environment."""
+    found: dict[int, list[int]] = {}
+    for index, commit in enumerate(commits):
+        found.setdefault(environments[commit], []).append(index)
+    return list(found.values())
 
 
 def environment_changes(

@@ -2,7 +2,7 @@ import math
 import random
 from datetime import datetime, timedelta, timezone
 
-from harness.level_changes import environment_changes, environment_of, level_changes
+from harness.level_changes import environment_changes, environments_of, level_changes
 from harness.rows import Commit, LevelChange
 
 COMMITS = [
@@ -21,7 +21,7 @@ def changes(
     series: list[tuple[Commit, float]], torch: list[str] | None = None, *, lower_is_better: bool = True
 ) -> list[LevelChange]:
     versions = torch or ["2.13"] * len(COMMITS)
-    facts = {commit.sha: environment_of({"torch": version}) for commit, version in zip(COMMITS, versions, strict=True)}
+    facts = environments_of({commit.sha: {"torch": version} for commit, version in zip(COMMITS, versions, strict=True)})
     commits, ratios = [commit for commit, _ in series], [ratio for _, ratio in series]
     return list(level_changes(commits, ratios, facts, POSITION, lower_is_better=lower_is_better))
 
