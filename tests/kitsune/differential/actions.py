@@ -196,6 +196,10 @@ def _backward_twice(loop: Loop) -> None:
     loop.loss.backward(retain_graph=True)
 
 
+def _overflow(loop: Loop) -> None:
+    loop.loss = loop.loss * float("inf")
+
+
 AFTER_FORWARD: dict[str, Action] = {
     "read_loss": _read_loss,
     "print_output": _print_output,
@@ -204,6 +208,7 @@ AFTER_FORWARD: dict[str, Action] = {
     "backward_twice": _backward_twice,
     "evaluate_meanwhile": _evaluate,
     "forward_meanwhile": _forward_only,
+    "overflow": _overflow,
 }
 
 
@@ -255,6 +260,9 @@ CONSTANTS = {"change_decay"}
 """What changes a hyperparameter other than the learning rate."""
 
 MORE_GROUPS = {"add_group", "unfreeze"}
+
+WITH_SCALER = {"overflow"}
+"""What ruins the parameters, unless a gradient scaler skips the update."""
 
 AT_TIMES = {*CONSTANTS, *MORE_GROUPS, "freeze", "skip_update", "halve_rate", "evaluation_mode", "edit_data", "rewind"}
 """What is no habit."""

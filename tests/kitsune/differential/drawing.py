@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.kitsune.differential.actions import AT_TIMES, BEFORE, IN_THE_LOOP, MORE_GROUPS
-from tests.kitsune.differential.programs import LAYERS, NESTED, SCHEDULERS, Layer, Program, shares_weights
+from tests.kitsune.differential.actions import AT_TIMES, BEFORE, IN_THE_LOOP, MORE_GROUPS, WITH_SCALER
+from tests.kitsune.differential.programs import CYCLING, LAYERS, NESTED, SCHEDULERS, Layer, Program, shares_weights
 
 
 @st.composite
 def programs(draw: st.DrawFn, form: str) -> Program:
     """Programs that can run in `form`."""
     in_a_loop = form == "drop_in"
-    names = {*BEFORE, *IN_THE_LOOP} if in_a_loop else {*BEFORE}
+    names = ({*BEFORE, *IN_THE_LOOP} if in_a_loop else {*BEFORE}) - WITH_SCALER
     optimizer, options, bias_options = draw(_optimizers())
-    scheduler = draw(st.none() | st.sampled_from(sorted(SCHEDULERS)))
+    scheduler = draw(st.none() | st.sampled_from(CYCLING) | st.sampled_from(sorted(SCHEDULERS)))
     if scheduler is not None:
         names -= MORE_GROUPS  # a scheduler knows the rates of those groups only that were there when it was made
-    if scheduler == "one_cycle" and optimizer in ("SGD", "RMSprop"):
+    if scheduler in CYCLING and optimizer in ("SGD", "RMSprop"):
         options = {**options, "momentum": 0.9}
+    scaler = draw(st.sampled_from((None, *SCALERS)))
+    unscale = scaler is not None and (not in_a_loop or draw(st.booleans()))
+    clips = (None, None, "norm", "value") if in_a_loop else (None, "norm")
+    clip = draw(st.sampled_from(clips)) if scaler is None or unscale else None  # of scaled gradients it means nothing
+    if scaler is not None and (options.get("fused") or not in_a_loop):
+        names -= MORE_GROUPS  # in a step that is skipped, some optimizers make the state of new parameters, others none
+        if not unscale:
+            names.discard("keep_gradients")  # those of such a step are not unscaled by hand
     iterations = draw(st.integers(5, 8))
     events = draw(st.lists(st.tuples(st.integers(2, iterations - 1), st.sampled_from(sorted(names))), max_size=3))
+    if scaler is not None and in_a_loop and draw(st.booleans()):
+        events.append((draw(st.integers(2, iterations - 1)), "overflow"))
     micro_batches = draw(st.sampled_from((1, 1, 1, 2, 3, 4)))
     sizes = ("constant", "constant", "smaller last", "alternating") + (("ragged",) if micro_batches > 1 else ())
     layers = tuple(draw(st.lists(_layers(), max_size=4)))
@@ -39,9 +50,12 @@ def programs(draw: st.DrawFn, form: str) -> Program:
         options=options,
         bias_options=bias_options,
         scheduler=scheduler,
-        autocast=draw(st.booleans()),
+        rate_is_tensor=draw(st.booleans()) if _takes_tensor_rate(optimizer, options) else False,
+        autocast=draw(st.sampled_from((None, None, "bfloat16", "float16"))),
+        scaler=scaler,
+        unscale=unscale,
         micro_batches=micro_batches,
-        clip=draw(st.sampled_from((None, None, "norm", "value") if in_a_loop else (None, "norm"))),
+        clip=clip,
         zero=draw(st.sampled_from(("before", "before", "after", "between", "model"))) if in_a_loop else "before",
         set_to_none=draw(st.sampled_from((True, True, False))) if in_a_loop else True,
         sizes=draw(st.sampled_from(sizes)),
@@ -49,6 +63,8 @@ def programs(draw: st.DrawFn, form: str) -> Program:
         events=tuple(sorted(set(events))),
         iterations=iterations,
         max_graphs=draw(st.sampled_from((8, 8, 8, 1))),
+        defer_loss=draw(st.sampled_from((True, True, False))) if in_a_loop else False,
+        static_memory=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
 
@@ -77,6 +93,16 @@ def _optimizers(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any] | 
     return kind, {**draw(st.sampled_from(forms)), **options}, bias_options
 
 
+def _takes_tensor_rate(optimizer: str, options: Mapping[str, Any]) -> bool:
+    """Some demand `capturable` for it where they have `foreach`, which is for GPUs."""
+    return not (optimizer in ("Adam", "AdamW") and options.get("foreach"))
+
+
+SCALERS: list[dict[str, Any]] = [
+    {"init_scale": 256.0, "growth_factor": 8.0, "growth_interval": 1},  # float16 soon overflows by itself
+    {"init_scale": 1024.0, "growth_interval": 2},
+    {"init_scale": 1024.0, "growth_interval": 3, "backoff_factor": 0.25},
+]
 FUSED = ("SGD", "Adam", "AdamW")
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [

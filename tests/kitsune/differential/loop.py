@@ -41,7 +41,11 @@ class Seen:
 
 
 class Run:
-    """A program in one of the forms `"eager"`, `"drop_in"` and `"train_step"`. It is a `Loop` for the actions."""
+    """A program in one of the forms `"eager"`, `"drop_in"` and `"train_step"`. It is a `Loop` for the actions.
+
+    Attributes:
+        skipped: whether the scaler has skipped the update of the present iteration.
+    """
 
     def __init__(self, program: Program, form: str) -> None:
         self.program = program
@@ -49,9 +53,13 @@ class Run:
         model = programs.Model(program)
         plain = programs.build_optimizer(program, model)
         options: dict[str, Any] = {} if form == "eager" else {"max_graphs": program.max_graphs}
+        if form == "drop_in":
+            options["defer_loss"] = program.defer_loss
+        self.scaler = None if program.scaler is None else torch.amp.GradScaler("cpu", **program.scaler)
         step = {
             "forward": lambda model, x, y: programs.loss_of(program, model, x, y)[1],
             "accumulate": program.micro_batches,
+            "grad_scaler": self.scaler,
             "clip_grad_norm": CLIP if program.clip == "norm" else None,
             "keep_grads": True,
         }
@@ -62,7 +70,8 @@ class Run:
         self.notes: dict[str, Tensor] = {}
         self.kept: list[Tensor] = []
         self.updates = True
-        self.num_updates_replayed = 0
+        self.skipped = False
+        self.num_skipped = self.num_grown = self.num_updates_replayed = self.num_losses_replayed = 0
 
     def iterations(self) -> Iterator[Seen]:
         """Runs one iteration after the other."""
@@ -87,7 +96,11 @@ class Run:
 
     def update(self, index: int) -> None:
         """The update of an iteration."""
-        self.training.optimizer.step()
+        if self.scaler is None:
+            self.training.optimizer.step()
+            return
+        self.scaler.step(self.training.optimizer)
+        self.scaler.update()
 
     def whole_steps(self, index: int) -> list[Tensor]:
         """All of an iteration, by `TrainStep`; returns the losses."""
@@ -96,6 +109,7 @@ class Run:
 
     def _iterate(self, index: int) -> Seen:
         self.notes, self.updates = {}, True
+        scale = self._scale()
         actions = self.program.actions(index)
         self._act(actions, BEFORE)
         exact: dict[str, Exact] = {}
@@ -104,19 +118,29 @@ class Run:
         else:
             losses = self._forward_and_backward(index, actions)
             self._act(actions, AFTER_BACKWARD)
+            if self.scaler is not None and self.program.unscale and self.updates:
+                self.scaler.unscale_(self.training.optimizer)
             if self.updates and self.training.form == "eager":
-                exact = update_in_float64(self.training, partial(_clip, self.program))
+                clip, unscaled = partial(_clip, self.program), self.program.unscale
+                exact = update_in_float64(self.training, clip, 1.0 if unscaled else scale)
             _clip(self.program, self._params())
             if self.updates:
                 self.update(index)
-        seen = Seen({**self.training.observe(torch.stack(losses)), **self.notes, **self._hyperparameters()}, exact)
+        self.skipped = self._scale() < scale
+        if self.skipped:
+            exact = {}
+        seen = Seen({**self.training.observe(torch.stack(losses)), **self.notes, **self._numbers()}, exact)
         if self.program.zero == "after":
             self._zero()
         if self.scheduler is not None:
             value = (float(losses[-1]),) if self.program.scheduler == "plateau" else ()
             self.scheduler.step(*value)
         if self.training.form != "eager":
-            self.num_updates_replayed += "update" in self.training.status().covered
+            covered = self.training.status().covered
+            self.num_updates_replayed += "update" in covered
+            self.num_losses_replayed += "loss" in covered
+        self.num_skipped += self.skipped
+        self.num_grown += self._scale() > scale
         return seen
 
     def _forward_and_backward(self, index: int, actions: list[str]) -> list[Tensor]:
@@ -128,9 +152,13 @@ class Run:
             self._act(actions, AFTER_FORWARD)
             if self.program.zero == "between" and part == 0:
                 self._zero()
-            (self.loss / self.program.micro_batches).backward()
+            loss = self.loss / self.program.micro_batches
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(self.loss.detach())
         return losses
+
+    def _scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def _zero(self) -> None:
         owner = self.training.model if self.program.zero == "model" else self.training.optimizer
@@ -144,14 +172,17 @@ class Run:
             if name in actions:
                 actions[name](self)
 
-    def _hyperparameters(self) -> dict[str, Tensor]:
-        groups = self.training.optimizer.param_groups
-        return {
-            f"{name} of group {index}": torch.tensor(value, dtype=torch.float64)
-            for index, group in enumerate(groups)
+    def _numbers(self) -> dict[str, Tensor]:
+        """Hyperparameters, and the state of the scaler."""
+        numbers = {
+            f"{name} of group {index}": value
+            for index, group in enumerate(self.training.optimizer.param_groups)
             for name, value in group.items()
             if name != "params" and value is not None
         }
+        if self.scaler is not None:
+            numbers |= self.scaler.state_dict()
+        return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in numbers.items()}
 
 
 def _clip(program: Program, params: list[Tensor]) -> None:
@@ -161,13 +192,16 @@ def _clip(program: Program, params: list[Tensor]) -> None:
         nn.utils.clip_grad_value_(params, CLIP / 10)
 
 
-def update_in_float64(training: Training, clip: Callable[[list[Tensor]], None]) -> dict[str, Exact]:
-    """What clipping and the optimizer's coming step would leave behind in float64, named as it is observed."""
+def update_in_float64(training: Training, clip: Callable[[list[Tensor]], None], scale: float) -> dict[str, Exact]:
+    """What clipping and the optimizer's coming step would leave behind in float64, named as it is observed.
+
+    Gradients are taken to be scaled by `scale`.
+    """
     plain = training.plain
     twins = {id(param): param.detach().double() for group in plain.param_groups for param in group["params"]}
     for group in plain.param_groups:
         for param in group["params"]:
-            twins[id(param)].grad = None if param.grad is None else param.grad.double()
+            twins[id(param)].grad = None if param.grad is None else param.grad.double() / scale
     clip(list(twins.values()))
     twin = type(plain)([{"params": [twins[id(param)] for param in group["params"]]} for group in plain.param_groups])
     twin.load_state_dict(copy.deepcopy(plain.state_dict()))

@@ -31,8 +31,11 @@ class Program:
         losses: names in `LOSSES`, whose sum is minimized.
         optimizer: a name in `torch.optim`; `options` go to it, and `bias_options` to a group of its own for all
             parameters of one dimension, where they are given.
+        rate_is_tensor: whether the optimizer gets its learning rate as a tensor.
         scheduler: a name in `SCHEDULERS`.
-        autocast: whether the forward pass and the loss run under autocast to bfloat16.
+        autocast: the dtype to which the forward pass and the loss run under autocast, or None.
+        scaler: the options of a `GradScaler`, or None for none.
+        unscale: whether the loop unscales gradients itself, before it clips them; else the update does.
         micro_batches: backward passes for each update.
         clip: `"norm"`, `"value"` or None.
         zero: who sets gradients to zero, and when: the optimizer, `"before"` or `"after"` the step or `"between"` the
@@ -40,7 +43,8 @@ class Program:
         sizes: of the batches: `"constant"`, `"smaller last"`, `"alternating"`, or `"ragged"` among the micro-batches.
         habits: names of actions, done in every iteration.
         events: iterations and names of actions, done once.
-        max_graphs: the option of Kitsune.
+        max_graphs, defer_loss: the options of Kitsune.
+        static_memory: whether recordings keep their outputs where they are, as CUDA graphs do.
     """
 
     inputs: str = "features"
@@ -50,8 +54,11 @@ class Program:
     optimizer: str = "SGD"
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.05, "fused": True})
     bias_options: Mapping[str, Any] | None = None
+    rate_is_tensor: bool = False
     scheduler: str | None = None
-    autocast: bool = False
+    autocast: str | None = None
+    scaler: Mapping[str, Any] | None = None
+    unscale: bool = False
     micro_batches: int = 1
     clip: str | None = None
     zero: str = "before"
@@ -61,6 +68,8 @@ class Program:
     events: tuple[tuple[int, str], ...] = ()
     iterations: int = 6
     max_graphs: int = 8
+    defer_loss: bool = False
+    static_memory: bool = False
     seed: int = 0
 
     def actions(self, index: int) -> list[str]:
@@ -78,7 +87,11 @@ class Program:
         """
         if form == "train_step" and self.clip is not None:
             return True
-        return not self.options.get("fused") or self.scheduler == "one_cycle" or bool(self.names() & CONSTANTS)
+        return not self.options.get("fused") or self.scheduler in CYCLING or bool(self.names() & CONSTANTS)
+
+    def scales_in_update(self) -> bool:
+        """Whether by hand the optimizer's own kernels unscale the gradients."""
+        return self.scaler is not None and not self.unscale and bool(self.options.get("fused"))
 
     def batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of an iteration."""
@@ -221,7 +234,8 @@ def loss_of(program: Program, model: nn.Module, x: Tensor, y: Tensor) -> tuple[T
     """The output of the model and the loss."""
     # With autocast's cache, the gradients of a shared weight are added up in bfloat16 by hand, in float32 by a replay.
     cache = not shares_weights(program.layers)
-    with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast, cache_enabled=cache):
+    dtype = getattr(torch, program.autocast or "bfloat16")
+    with torch.autocast("cpu", dtype, enabled=program.autocast is not None, cache_enabled=cache):
         output = model(x)
         losses = [LOSSES[name](model, output, y) for name in program.losses]
         return output, sum(losses[1:], losses[0])
@@ -239,16 +253,28 @@ def build_optimizer(program: Program, model: Model) -> torch.optim.Optimizer:
         biases = [param for param in params if param.ndim < 2]
         groups = [{"params": [param for param in params if param.ndim > 1]}, {"params": biases, **program.bias_options}]
     kind = getattr(torch.optim, program.optimizer)
-    return kind([group for group in groups if group["params"]], **program.options)
+    options = dict(program.options)
+    if program.rate_is_tensor:
+        options["lr"] = torch.tensor(options["lr"])
+    return kind([group for group in groups if group["params"]], **options)
 
 
 Make = Callable[[torch.optim.Optimizer], Any]
 _schedules = torch.optim.lr_scheduler
+
+
+def _cycles_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    return not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
+
+
 SCHEDULERS: dict[str, Make] = {
     "step": lambda optimizer: _schedules.StepLR(optimizer, 3, gamma=0.5),
     "cosine": lambda optimizer: _schedules.CosineAnnealingLR(optimizer, 8),
     "one_cycle": lambda optimizer: _schedules.OneCycleLR(
-        optimizer, 0.1, total_steps=20, cycle_momentum=not {"momentum", "betas"}.isdisjoint(optimizer.defaults)
+        optimizer, 0.1, total_steps=10, cycle_momentum=_cycles_momentum(optimizer)
+    ),
+    "cyclic": lambda optimizer: _schedules.CyclicLR(
+        optimizer, 0.01, 0.05, step_size_up=2, cycle_momentum=_cycles_momentum(optimizer)
     ),
     "plateau": lambda optimizer: _schedules.ReduceLROnPlateau(optimizer, patience=0),
     "chained": lambda optimizer: _schedules.ChainedScheduler(
@@ -258,3 +284,6 @@ SCHEDULERS: dict[str, Make] = {
         optimizer, [_schedules.ConstantLR(optimizer, 0.5, 2), _schedules.ExponentialLR(optimizer, 0.8)], [3]
     ),
 }
+
+CYCLING = ("one_cycle", "cyclic")
+"""The schedulers that change momentum or betas, where the optimizer has any."""
