@@ -1,7 +1,8 @@
 """An executor that keeps its outputs in static memory, as a CUDA graph does, on the CPU.
 
-What a graph may not rely on is destroyed: its outputs before the first call and after its release, and
-those of the other graphs of a pool whenever one of them runs.
+What a graph may not rely on is destroyed: its outputs before the first call, those of the other graphs of a pool
+whenever one of them runs, and those of a released graph if there are any. Without them its outputs are the memory of
+whoever still refers to them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class StaticMemory(CudaGraph):
         return self._outputs
 
     def release(self) -> None:
-        self._destroy()
+        self._neighbours.discard(self)
+        if self._neighbours:
+            self._destroy()
         self._outputs = self._warm_outputs = ()
         self._static.clear()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import kitsune
@@ -127,3 +129,30 @@ def test_of_two_optimizers_before_training_the_later_one_is_accelerated() -> Non
     training.run(4)
     assert training.status().replays > 0
     assert earlier.status().mode == "idle"
+
+
+def test_gradients_outlive_their_graphs(place: str) -> None:
+    """Each batch size releases the graphs of the other one; the user has kept gradients of both."""
+
+    def kept(optimize: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to(place)
+        optimizer = optimize(torch.optim.SGD(model.parameters(), lr=0.1))
+        grads = []
+        for index in range(24):
+            x = torch.randn(4 + 2 * (index // 4 % 2), 6, generator=torch.Generator().manual_seed(index)).to(place)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            grads.append([param.grad for param in model.parameters() if param.grad is not None])
+            optimizer.step()
+        if isinstance(optimizer, kitsune.KitsuneOptimizer):
+            status = optimizer.status()
+            assert status.graphs == 1
+            assert status.replays >= 10, status
+        return grads
+
+    plain = kept(lambda optimizer: optimizer)
+    found = kept(lambda optimizer: kitsune.KitsuneOptimizer(optimizer, mode="replay", max_graphs=1))
+    assert found[0]
+    for wanted, given in zip(plain, found, strict=True):
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-6)

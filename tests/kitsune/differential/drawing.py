@@ -41,8 +41,6 @@ def programs(draw: st.DrawFn, form: str) -> Program:
     # In a loop, the gradient of a shared weight with a penalty has three terms, and a replay adds up the model's first.
     if not (in_a_loop and shares_weights(layers)) and draw(st.booleans()):
         losses.insert(draw(st.integers(0, len(losses))), "penalty")
-    habits = tuple(draw(st.lists(st.sampled_from(sorted(names - AT_TIMES)), max_size=2, unique=True)))
-    keeps = "keep_gradients" in {*habits, *(name for _, name in events)}
     return Program(
         inputs=draw(st.sampled_from(("features", "images", "tokens"))),
         layers=layers,
@@ -61,13 +59,12 @@ def programs(draw: st.DrawFn, form: str) -> Program:
         zero=draw(st.sampled_from(("before", "before", "after", "between", "model"))) if in_a_loop else "before",
         set_to_none=draw(st.sampled_from((True, True, False))) if in_a_loop else True,
         sizes=draw(st.sampled_from(sizes)),
-        habits=habits,
+        habits=tuple(draw(st.lists(st.sampled_from(sorted(names - AT_TIMES)), max_size=2, unique=True))),
         events=tuple(sorted(set(events))),
         iterations=iterations,
         max_graphs=draw(st.sampled_from((8, 8, 8, 1))),
         defer_loss=draw(st.sampled_from((True, True, False))) if in_a_loop else False,
-        # Static memory ends with its graph (`max_graphs`), and with it the gradients that the loop has kept.
-        static_memory=draw(st.booleans()) and not keeps,
+        static_memory=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
 
