@@ -35,8 +35,7 @@ class CudaGraph:
         warm_up: inputs to warm up on in place of `inputs`, where those hold no valid values yet.
         handout: gives the first output, which has one element, away.
         pool: the memory pool that it records into.
-        pieces: by stream, how many bytes the first graph of a pool takes in one piece; see
-            `kitsune.memory.segments.pieces`.
+        pieces: by stream of the pool, how many bytes it is to have in one piece; see `kitsune.memory.segments.pieces`.
 
     Recording disturbs nothing of the user's: it runs on a side stream, on copies of whatever is
     written, restores the random state, and does not react to other threads' CUDA calls. It waits
@@ -72,13 +71,12 @@ class CudaGraph:
         spare_garbage_in_forks()
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
-        pieces = pieces if pool.is_empty else ()
         handle = pool.enter()
         recording = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         current = torch.cuda.current_stream(device)
         try:
             with torch.cuda.device(device), no_garbage_collection(), _own_workspaces(), recording:
-                _take_memory(pieces, pool.streams.on(device, max(1, len(pieces))))
+                _take_memory(pieces, pool, device)
                 self._outputs = run(self._inputs)
                 self._give = None if handout is None else handout.record(self._outputs[0])
         except BaseException:
@@ -144,16 +142,17 @@ def _rehearse(run: InOrder, inputs: list[torch.Tensor]) -> Outputs:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def _take_memory(pieces: Sequence[int], streams: Sequence[torch.cuda.Stream]) -> None:
-    """Lets the pool that is being recorded into have so many bytes for each stream, which the allocator divides."""
-    first = streams[0]
+def _take_memory(pieces: Sequence[int], pool: GraphPool, device: torch.device) -> None:
+    """Lets the pool that is being recorded into have so many bytes for each stream, which the allocator divides.
+
+    No tensors: where torch is to be deterministic it would fill them, at each replay.
+    """
+    streams = pool.streams.on(device, max(1, len(pieces)))
     for stream, num_bytes in zip(streams, pieces, strict=False):
-        if not num_bytes:
-            continue
-        if stream is not first:
-            stream.wait_stream(first)  # so that it is recorded, too
-        with torch.cuda.stream(stream):
-            torch.empty(num_bytes, dtype=torch.uint8, device=stream.device)
+        if num_bytes:
+            if stream is not streams[0]:
+                stream.wait_stream(streams[0])  # so that it is recorded, too
+            torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(num_bytes, device, stream))
 
 
 def _mend(graph: torch.cuda.CUDAGraph, handle: _POOL_HANDLE, current: torch.cuda.Stream) -> None:

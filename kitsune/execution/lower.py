@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from kitsune.execution.placing import Place, only
+from kitsune.execution.placing import Place
 from kitsune.graph import dataflow
 from kitsune.memory.pooled import releases
-from kitsune.memory.segments import pieces
 from kitsune.plan import Schedule, TaskGraph
 
 
@@ -23,12 +22,10 @@ class Lowered:
         module: takes the original graph's inputs; with several streams, before them `kitsune.execution.lanes.Lanes`,
             and where it was lowered with `timed`, on any number of streams, `TimedLanes`.
         num_streams: how many streams it uses.
-        pieces: see `kitsune.memory.segments.pieces`, for those of its values that the allocator places.
     """
 
     module: fx.GraphModule
     num_streams: int
-    pieces: tuple[int, ...] = ()
 
 
 def lower(
@@ -86,9 +83,7 @@ class _Lowering:
             if index in recorded:
                 self._tell("record", index)
         self._end(held.get(None, ()))
-        left = only(self._graph, {value.name for value in self._graph.values} - self._places.keys())
-        module = fx.GraphModule(self._attributes, self._new)
-        return Lowered(module, schedule.num_streams, pieces(left, schedule))
+        return Lowered(fx.GraphModule(self._attributes, self._new), schedule.num_streams)
 
     def _issue(self, task: int) -> None:
         if self._timed:

@@ -88,7 +88,7 @@ def _runs(
     in_order = InOrder(lowered.module, lanes=lanes)
     if device.type != "cuda":
         return repeat(lambda: in_order(with_copies(inputs, written)))
-    graph = CudaGraph(in_order, inputs, copied=written, mutated=written, pool=pool, pieces=lowered.pieces)
+    graph = CudaGraph(in_order, inputs, copied=written, mutated=written, pool=pool)
     try:
         return repeat(lambda: graph(inputs))
     finally:

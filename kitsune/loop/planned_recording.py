@@ -67,7 +67,8 @@ def record_planned(
     Raises:
         RefusedError: it cannot be recorded, or there is too little memory.
     """
-    before = _taken_bytes(memory, conditions["pool"])
+    pool: GraphPool = conditions["pool"]
+    before = _taken_bytes(memory, pool)
     try:
         arena = memory.arena(planned.plan.memory.arena_bytes, inputs[0].device)
     except torch.OutOfMemoryError as error:
@@ -81,6 +82,7 @@ def record_planned(
             lowered=planned.lowered(arena),
             live_bytes=live_bytes,
             on_release=give_back,
+            pieces=planned.pieces() if pool.is_empty else (),  # else it has what others have taken
             **conditions,
         )
     except BaseException:
@@ -90,7 +92,7 @@ def record_planned(
     if most_bytes is None or num_streams == 1:
         return recording
     try:
-        taken = _taken_bytes(memory, conditions["pool"]) - before
+        taken = _taken_bytes(memory, pool) - before
         if taken > most_bytes:
             sizes = f"{taken / 2**20:.0f} MiB of memory, of {most_bytes / 2**20:.0f} that it may"
             raise RefusedError(Refusal(f"a plan on {num_streams} streams takes {sizes}"))

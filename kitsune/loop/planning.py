@@ -18,6 +18,7 @@ from kitsune.loop.rehearsal import difference
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.memory.pooled import pooled_bytes
+from kitsune.memory.segments import pieces
 from kitsune.passes import pipeline
 from kitsune.plan import Costs, Fusion, Plan, Schedule, TaskGraph, task_graph
 from kitsune.schedule import DataflowScheduler, simulate
@@ -59,6 +60,10 @@ class Planned:
         plan = self.plan
         placed = places(self.module.graph, plan.graph, self.writers, plan.memory, arena)
         return lower(self.module, plan.graph, plan.schedule, placed, timed=timed)
+
+    def pieces(self) -> tuple[int, ...]:
+        """By stream, the memory that the allocator had better take in one piece; takes as long as some steps do."""
+        return pieces(_left(self.plan.graph, self.writers), self.plan.schedule)
 
 
 def in_order(module: fx.GraphModule, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Planned:
@@ -183,11 +188,16 @@ def _placed(
     module: fx.GraphModule, graph: TaskGraph, schedule: Schedule, costs: Costs, found: Mapping[str, Writer]
 ) -> Planned:
     """With an arena for the values that can be written there, if it takes less memory than it saves the allocator."""
-    left = only(graph, {value.name for value in graph.values} - found.keys())
+    left = _left(graph, found)
     arena_bytes = plan_memory(only(graph, found), schedule).arena_bytes
     saves = arena_bytes < pooled_bytes(graph, schedule) - pooled_bytes(left, schedule)
     placed = found if saves else {}
     return Planned(module, _plan(graph, schedule, costs, placed), placed)
+
+
+def _left(graph: TaskGraph, placed: Mapping[str, Writer]) -> TaskGraph:
+    """`graph` with the values that the allocator places, where an arena holds those of the nodes in `placed`."""
+    return only(graph, {value.name for value in graph.values} - placed.keys())
 
 
 def _plan(graph: TaskGraph, schedule: Schedule, costs: Costs, placed: Mapping[str, Writer]) -> Plan:

@@ -36,7 +36,7 @@ class Recording:
         config: `max_memory`, `compile` and `cuda_graphs` apply.
         pool: the memory pool, on a CUDA device.
         log: told when an option cannot be followed.
-        warm_up, handout: see `CudaGraph`.
+        warm_up, handout, pieces: see `CudaGraph`.
         lowered: what runs in place of `module`, which it computes; Inductor leaves it as it is.
         live_bytes: tells what its values need at once, if not what those of `module` do in order.
         on_release: told when the memory that `lowered` uses is free again.
@@ -61,6 +61,7 @@ class Recording:
         on_release: Callable[[], None] | None = None,
         in_place: Collection[int] = (),
         handout: Handout | None = None,
+        pieces: Sequence[int] = (),
     ) -> None:
         self._on_release = on_release
         device = inputs[0].device
@@ -101,7 +102,7 @@ class Recording:
                 pool=pool,
                 warm_up=warm_up,
                 handout=handout,
-                pieces=() if lowered is None else lowered.pieces,
+                pieces=pieces,
             )
             return
         except torch.OutOfMemoryError:

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch._dynamo.guards
 
+from kitsune import fallback
 from kitsune.background import Background, wait_until_quiet
 from kitsune.fallback import Chooser
 from kitsune.loop import contest, fusing
 from kitsune.loop.whole_step import WholeStep
 from tests.kitsune import plans, static_memory
+from tests.kitsune.clock import Clock
 from tests.kitsune.compiling import Compiling
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
@@ -100,6 +102,16 @@ def noise() -> Iterator[Callable[[bool], None]]:
 
     yield set_noise
     set_noise(False)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Times eager steps and replays."""
+    clock = Clock()
+    monkeypatch.setattr(fallback, "time", clock)
+    for module in ("step_loop", "drop_in"):
+        monkeypatch.setattr(f"kitsune.loop.{module}.synchronize", clock.synchronize)
+    return clock
 
 
 @pytest.fixture

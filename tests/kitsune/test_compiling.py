@@ -23,10 +23,8 @@ STEPS = 120
 FIRST, SECOND = 40, 60  # the steps before which compilers end
 
 
-@pytest.fixture(autouse=True)
-def _a_device_that_fuses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replay_is_faster: None, compiling: Compiling
-) -> None:
+def fuse_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever can be fused is, and replays after few steps."""
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
     for module in ("whole_step", "step_loop", "split_step", "drop_in"):
@@ -37,6 +35,13 @@ def _a_device_that_fuses(
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, constant, value)
+
+
+@pytest.fixture(autouse=True)
+def _a_device_that_fuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replay_is_faster: None, compiling: Compiling
+) -> None:
+    fuse_on_a_cpu(monkeypatch, tmp_path)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

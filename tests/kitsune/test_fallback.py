@@ -10,30 +10,8 @@ import pytest
 from kitsune import fallback
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from tests.kitsune.clock import Clock
 from tests.kitsune.training import FORMS, Training, net_and_adam
-
-
-class Clock:
-    """Stands in for the module `time`. Every synchronization takes `cost` seconds."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.cost = 0.0
-        self.waits = 0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def synchronize(self, *_: object) -> None:
-        self.waits += 1
-        self.now += self.cost
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(fallback, "time", clock)
-    return clock
 
 
 def drive(chooser: Chooser, clock: Clock, cost: Callable[[str], float], steps: int = 40) -> list[str]:
@@ -271,11 +249,7 @@ def test_the_times_of_several_calls_are_shared_out(clock: Clock) -> None:
 
 @pytest.mark.parametrize(("replay", "mode"), [(0.5, "replay"), (3.0, "eager")])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_training_is_timed_and_the_faster_way_stays(
-    form: str, replay: float, mode: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kitsune.loop.step_loop.synchronize", clock.synchronize)
-    monkeypatch.setattr("kitsune.loop.drop_in.synchronize", clock.synchronize)
+def test_a_training_is_timed_and_the_faster_way_stays(form: str, replay: float, mode: str, clock: Clock) -> None:
     model, optimizer = net_and_adam()
     training = Training(form, model, optimizer, mode="auto")
     modes = []

@@ -5,52 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import kitsune
 from kitsune import fallback
 from kitsune.background import wait_until_quiet
 from kitsune.fallback import Chooser
-from kitsune.loop import contest, fusing, planning
-from tests.kitsune.fusion.running import always
-from tests.kitsune.passes.running import OPERATORS
-from tests.kitsune.test_fallback import Clock, drive
-from tests.kitsune.test_fusion import Judge
-from tests.kitsune.test_streams import costs_of_a_gpu
-from tests.kitsune.training import FORMS, Net, Training, sgd
+from kitsune.loop import fusing
+from tests.kitsune.clock import Clock
+from tests.kitsune.test_compiling import build, fuse_on_a_cpu
+from tests.kitsune.test_fallback import drive
+from tests.kitsune.training import FORMS, Training
 
 STEPS = 160
 EAGER = 1.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(fallback, "time", clock)
-    monkeypatch.setattr("kitsune.loop.step_loop.synchronize", clock.synchronize)
-    monkeypatch.setattr("kitsune.loop.drop_in.synchronize", clock.synchronize)
-    return clock
-
-
-@pytest.fixture
 def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
-    for module in ("whole_step", "step_loop", "split_step", "drop_in"):
-        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-    monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
-    monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
-    for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
-        monkeypatch.setattr(contest, constant, value)
-
-
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    model = Net(batch_norm=True)
-    return model, sgd(model)
+    fuse_on_a_cpu(monkeypatch, tmp_path)
 
 
 def statuses(

@@ -19,12 +19,13 @@ import models
 from kitsune.collection import no_garbage_collection
 from kitsune.device import refuse_streams
 from kitsune.execution.graph_pool import GraphPool
-from kitsune.execution.placing import only
+from kitsune.execution.placing import Writer, only
 from kitsune.fallback import Chooser
 from kitsune.loop import by_address, contest, planned_recording, planning, recording, whole_step
 from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.memory.pooled import pooled_bytes
+from kitsune.memory.segments import pieces
 from kitsune.plan import Costs, TaskGraph
 from kitsune.schedule import check
 from kitsune.schedule.cost import analytic_costs
@@ -254,6 +255,39 @@ def test_where_a_plan_takes_more_than_there_is_room_for_the_next_best_replays(
     assert sum(schedule.chosen for schedule in status.schedules) == 1
     assert status.mode == "replay"
     assert any("streams takes" in refusal for refusal in status.refusals)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_memory_is_taken_in_one_piece_where_the_pool_has_none(
+    is_empty: bool, favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    favour(1)
+    monkeypatch.setattr(GraphPool, "is_empty", is_empty)
+    monkeypatch.setattr(planning.Planned, "pieces", lambda _: (7,))
+    given = list[tuple[int, ...]]()
+
+    def note(recording: Recording, *args: Any, lowered: Any = None, pieces: Any = (), **more: Any) -> None:
+        if lowered is not None:
+            given.append(pieces)
+        record(recording, *args, lowered=lowered, pieces=pieces, **more)
+
+    monkeypatch.setattr(Recording, "__init__", note)
+    train()
+    assert set(given) == {(7,) if is_empty else ()}
+
+
+def test_what_lies_in_an_arena_needs_no_piece() -> None:
+    """The model is asked for the other values alone."""
+    name, module, inputs = next(traced_steps())
+    planned = planning.challengers(module, inputs, NUM_STREAMS)[0]
+    graph, schedule = planned.plan.graph, planned.plan.schedule
+    large = [dataclasses.replace(value, num_bytes=value.num_bytes << 12) for value in graph.values]
+    larger = dataclasses.replace(planned.plan, graph=dataclasses.replace(graph, values=tuple(large)))
+    every = {value.name: Writer(torch.ops.aten.add.out, "out") for value in graph.values}
+    assert dataclasses.replace(planned, plan=larger, writers=every).pieces() == (0,) * schedule.num_streams, name
+    assert dataclasses.replace(planned, plan=larger, writers={}).pieces() == pieces(larger.graph, schedule)
+    assert any(pieces(larger.graph, schedule))
 
 
 @pytest.mark.usefixtures("replay_is_faster")
