@@ -185,9 +185,9 @@ MIB = 2**20
 
 def divided(x: Tensor) -> list[Tensor]:
     """What its first value leaves is divided for the second, and the third, as large as the first, fits nowhere."""
-    total = x.new_full((64 * MIB,), 1, dtype=torch.uint8).sum()
-    second = x.new_full((40 * MIB,), 2, dtype=torch.uint8)
-    third = x.new_full((64 * MIB,), 3, dtype=torch.uint8)
+    total = x.new_full((16 * MIB,), 1).sum()
+    second = x.new_full((10 * MIB,), 2)
+    third = x.new_full((16 * MIB,), 4)
     return [total + second.sum() + third.sum()]
 
 
@@ -207,7 +207,7 @@ def test_large_values_lie_in_one_piece() -> None:
             taken = pool.num_bytes()
             assert taken is not None
             assert mib * MIB <= taken <= (mib + 4) * MIB  # and what is small
-            assert all(int(one([x])[0]) == (64 + 2 * 40 + 3 * 64) * MIB for one in recorded)
+            assert all(int(one([x])[0]) == (16 + 2 * 10 + 4 * 16) * MIB for one in recorded)
 
 
 def test_each_stream_has_a_piece() -> None:
@@ -225,4 +225,4 @@ def test_each_stream_has_a_piece() -> None:
     assert taken is not None
     assert 600 * MIB <= taken <= 604 * MIB
     for _ in range(20):
-        assert int(recorded([x])[0]) == 2 * (64 + 2 * 40 + 3 * 64) * MIB
+        assert int(recorded([x])[0]) == 2 * (16 + 2 * 10 + 4 * 16) * MIB
