@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from kitsune.capture.checkpoints import inline_checkpoints
 from kitsune.capture.cutting import Cut, Root, cut, run_in_stages
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
+from kitsune.capture.recomputing import recompute
 from kitsune.capture.signature import refuse_arguments
 from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
@@ -67,6 +69,7 @@ def trace_split(
     refusal = refuse_arguments(flat)
     if refusal is not None:
         raise RefusedError(refusal)
+    inline_checkpoints(graph)
     results = dataflow.outputs(graph.graph)
     differentiable = tuple(_example(result).requires_grad for result in results)
     if not any(differentiable):
@@ -83,6 +86,7 @@ def trace_split(
         return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
 
     module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
+    recompute(module.graph, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     used = sorted(root for part in traced for root in part.roots)
     _drop_tangents(module, len(flat), set(used))
     forward, parts = partition(module, len(flat), len(results), [part.renumbered(used, len(flat)) for part in traced])

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from kitsune.capture.checkpoints import inline_checkpoints
+from kitsune.capture.recomputing import recompute
 from kitsune.capture.signature import refuse_arguments
 from kitsune.capture.state import Binding
 from kitsune.capture.trace import gradients, interpret, own_gradients, trace
@@ -48,6 +50,11 @@ class StepSpec:
     def params(self) -> list[torch.nn.Parameter]:
         """The parameters that the step trains."""
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.requires_grad]
+
+    def others(self) -> list[torch.nn.Parameter]:
+        """The model's parameters that get a gradient and are not the optimizer's."""
+        owned = {id(param) for param in self.owned()}
+        return [param for param in self.module.parameters() if param.requires_grad and id(param) not in owned]
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ def trace_step(
     Raises:
         RefusedError: the step cannot be captured.
     """
+    inline_checkpoints(graph)
     if len(dataflow.outputs(graph.graph)) != 1:
         raise RefusedError(Refusal("the step leaves tensors behind beside the loss, in attributes or containers"))
     known = {id(tensor) for tensor in (*spec.module.parameters(), *spec.module.buffers(), *spec.params())}
@@ -183,6 +191,7 @@ class _StepTracer:
             return [loss, *kept]
 
         module = trace(step, [*flat, *state])
+        recompute(module.graph, dataflow.placeholders(module.graph)[-1:], self._graph.graph)
         return StepProgram(
             module=module,
             state=state,

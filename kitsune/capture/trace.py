@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kitsune.capture.recomputing import BACKWARD
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
@@ -69,7 +70,8 @@ def gradients(
 
     As in a backward pass inside of `autocast`; outside of it for None. To be called while tracing.
     """
-    with torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None):
+    within = torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None)
+    with within, fx.traceback.annotate(BACKWARD):
         return list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
 
 

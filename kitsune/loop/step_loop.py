@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -228,9 +228,8 @@ class StepLoop:
         objective = loss / spec.accumulate if spec.accumulate > 1 else loss
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
-        params = spec.params()
-        if params or not objective.requires_grad:  # without any of these autograd raises, as it does without Kitsune
-            torch.autograd.backward(objective, inputs=params or None)
+        with _unchanged_gradients(spec.others()):
+            objective.backward()  # type: ignore[no-untyped-call]
         if phase == "accumulate":
             self._accumulators.detach()
             return loss.detach()
@@ -259,3 +258,19 @@ class StepLoop:
         for param in self._spec.owned():
             if self._spec.keep_grads and param.grad is not None:
                 param.grad = param.grad.clone()
+
+
+@contextmanager
+def _unchanged_gradients(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """What a backward pass adds to `.grad` of `params` is dropped.
+
+    (One that is told for which parameters it is does not run through reentrant checkpoints.)
+    """
+    kept = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad

@@ -394,7 +394,7 @@ def test_double_backward_that_cannot_be_repeated_says_so_and_runs_eagerly_from_t
 # Hooks on saved tensors
 
 
-@pytest.mark.support("Gradients", "gradient checkpointing", "plain PyTorch, with a reason")
+@pytest.mark.support("Gradients", "a checkpoint around the whole model", "plain PyTorch, with a reason")
 def test_a_checkpoint_around_the_model() -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.kitsune.differential.actions import CONSTANTS
 
@@ -17,7 +18,7 @@ Layer = str | tuple[Any, ...]
 
 WIDTH = 4
 CLASSES = 3
-NESTED = ("residual", "twice", "frozen")
+NESTED = ("residual", "twice", "frozen", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ def shares_weights(layers: tuple[Layer, ...]) -> bool:
     return not {*_flat(layers)}.isdisjoint(("tied", "twice"))
 
 
+def has_checkpoint(layers: tuple[Layer, ...]) -> bool:
+    return "checkpoint" in _flat(layers)
+
+
 def _flat(layers: tuple[Layer, ...]) -> Iterator[str]:
     for layer in layers:
         if isinstance(layer, str):
@@ -150,6 +155,15 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(self.inner(x))
+
+
+class Checkpoint(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class Model(nn.Module):
@@ -217,7 +231,7 @@ def _build(layer: Layer, images: bool, tied: list[nn.Module]) -> nn.Module:
     module = nn.Sequential(*(_build(part, images, tied) for part in inner))
     if name == "frozen":
         return module.requires_grad_(False)
-    return Residual(module) if name == "residual" else Twice(module)
+    return {"residual": Residual, "twice": Twice, "checkpoint": Checkpoint}[name](module)
 
 
 # Losses

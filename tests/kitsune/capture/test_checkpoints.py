@@ -1,0 +1,302 @@
+"""Activation checkpoints in a model: what is computed, what is kept till the backward pass, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import kitsune
+from kitsune.capture import recomputing
+from kitsune.capture.checkpoints import checkpoint_of, inline_checkpoints
+from kitsune.capture.frontend import GuardedFunction
+from kitsune.capture.split_program import trace_split
+from kitsune.graph import dataflow
+from tests.kitsune.training import FORMS, Training, adam, compare
+
+Call = Callable[[nn.Module, Tensor], Tensor]
+
+once = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+
+
+def nested(block: nn.Module, x: Tensor) -> Tensor:
+    return once(lambda x: torch.tanh(once(block, x)), x)
+
+
+def with_several_results(block: nn.Module, x: Tensor) -> Tensor:
+    first, (second, third) = once(lambda x, scale: (block(x), [x * scale, x]), x, x.mean())
+    return first + second * third
+
+
+def in_place(block: nn.Module, x: Tensor) -> Tensor:
+    return once(lambda x: torch.relu_(block(x)) * 0.5, x)
+
+
+def of_a_view(block: nn.Module, x: Tensor) -> Tensor:
+    return once(lambda x: block(x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8)), x)
+
+
+def under_autocast(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return once(block, x).float()
+
+
+def random_numbers(block: nn.Module, x: Tensor) -> Tensor:
+    return once(lambda x: block(x) * torch.rand_like(x), x)
+
+
+def a_part_of_a_result(block: nn.Module, x: Tensor) -> Tensor:
+    """What lies in the checkpoint is needed by what comes after it, too."""
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.sigmoid(x)
+        return block(inner), inner
+
+    outer, inner = once(both, x)
+    return outer * inner.exp()
+
+
+CALLS: dict[str, Call] = {
+    "once": once,
+    "reentrant": reentrant,
+    "nested": nested,
+    "several results": with_several_results,
+    "in place": in_place,
+    "of a view": of_a_view,
+    "autocast": under_autocast,
+    "random numbers": random_numbers,
+    "a part of a result": a_part_of_a_result,
+}
+
+
+class Blocks(nn.Module):
+    """Three layers, each in a checkpoint, between two that are in none."""
+
+    def __init__(self, call: Call, norm: Callable[[int], nn.Module] = nn.LayerNorm, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(norm(8), nn.Linear(8, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 8)) for _ in range(3)
+        )
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + self.call(block, x)
+        return self.last(x)
+
+
+def build(call: Call, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Blocks(call, norm)
+    return model, adam(model)
+
+
+@pytest.mark.support("Gradients", "gradient checkpointing in the model", "replayed")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_with_checkpoints(form: str, call: Call) -> None:
+    compare(form, partial(build, call))
+
+
+class TwoHeads(nn.Module):
+    """Two outputs that have nothing in common, so that each has a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Blocks(once), Blocks(once)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_with_backward_passes_of_their_own(form: str) -> None:
+    def loss_fn(outputs: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs[0], y) + functional.cross_entropy(outputs[1], y)
+
+    compare(form, lambda: (model := TwoHeads(), adam(model)), loss_fn=loss_fn)
+
+
+def test_a_version_of_torch_that_does_not_tell_what_lies_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputing, "checkpoint_of", lambda node: None if "val" in node.meta else checkpoint_of(node))
+    training = compare("drop_in", partial(build, once), replays=0)
+    assert "cannot be told" in str(training.status().refusals[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_replays_are_verified(form: str) -> None:
+    training = compare(form, partial(build, once), verify=3)
+    assert "differ" not in str(training.status())
+
+
+def test_a_loss_that_is_deferred() -> None:
+    compare("drop_in", partial(build, once), defer_loss=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_that_are_not_the_optimizers_keep_their_gradients(form: str) -> None:
+    def of_some() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks(reentrant)
+        model.last.bias.grad = torch.ones(3)
+        return model, torch.optim.SGD([*model.first.parameters(), model.last.weight], lr=0.1, fused=True)
+
+    training = compare(form, of_some, gradients=False)
+    if form == "train_step":
+        assert training.model.last.bias.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+# What is kept
+
+
+def live_bytes(call: Call) -> int:
+    """How much of a step's values is alive at once."""
+    torch.manual_seed(0)
+    model = Blocks(call)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = kitsune.TrainStep(model, functional.cross_entropy, optimizer, mode="replay")
+    for _ in range(3):
+        step(torch.randn(512, 4), torch.randint(3, (512,)))
+    return step.plan().memory.live_bytes
+
+
+def plainly(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def squashed(block: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(block(x))
+
+
+def changed_in_place(block: nn.Module, x: Tensor) -> Tensor:
+    return torch.relu_(block(x)) * 0.5
+
+
+@pytest.mark.parametrize(("call", "without"), [(once, plainly), (nested, squashed), (in_place, changed_in_place)])
+def test_a_step_keeps_less(call: Call, without: Call) -> None:
+    kept_per_block = 512 * (8 + 32)  # its result, and a random mask
+    of_one_block = 512 * (8 * 8 + 4 * 32)
+    assert live_bytes(call) < 4 * (3 * kept_per_block + of_one_block)
+    assert live_bytes(call) < 0.8 * live_bytes(without)
+
+
+def saved_shapes(model: nn.Module) -> list[list[int]]:
+    """Those of what the forward pass of a call keeps for its backward pass, inputs left out."""
+    found: list[list[int]] = []
+
+    class Split:
+        def run(self, graph: fx.GraphModule, flat: list[Tensor]) -> list[Tensor]:
+            program = trace_split(graph, flat)
+            nodes = dataflow.outputs(program.forward.graph)[len(program.differentiable) :]
+            given = {key for node in dataflow.placeholders(program.forward.graph) for key in dataflow.storages(node)}
+            found[:] = [list(node.meta["val"].shape) for node in nodes if not dataflow.storages(node) <= given]
+            return list(graph(*flat))
+
+    split = Split()
+    GuardedFunction(lambda x: model(x), split.run)(torch.randn(512, 4))
+    return found
+
+
+def test_a_call_keeps_what_lies_between_checkpoints_and_random_numbers() -> None:
+    assert sum(size == [512, 32] for size in saved_shapes(Blocks(plainly))) > 3
+    assert sorted(saved_shapes(Blocks(once))) == [[512, 8]] * 4 + [[512, 32]] * 3
+
+
+def test_each_checkpoint_is_computed_again_when_gradients_have_come_to_it() -> None:
+    """Not all of them at once, before the first of them is needed."""
+    program = None
+
+    class Split:
+        def run(self, graph: fx.GraphModule, flat: list[Tensor]) -> list[Tensor]:
+            nonlocal program
+            program = trace_split(graph, flat)
+            return list(graph(*flat))
+
+    split, model = Split(), Blocks(once)
+    GuardedFunction(lambda x: model(x), split.run)(torch.randn(6, 4))
+    assert program is not None
+    (part,) = program.parts
+    targets = [node.target for node in part.backward.graph.nodes]
+    norms = torch.ops.aten.native_layer_norm.default, torch.ops.aten.native_layer_norm_backward.default
+    assert [target for target in targets if target in norms] == [*norms] * 3
+
+
+# What is refused
+
+
+def writing(block: nn.Module, x: Tensor) -> Tensor:
+    return once(block, x)
+
+
+def drawing_again(block: nn.Module, x: Tensor) -> Tensor:
+    return once(block, x, preserve_rng_state=False)
+
+
+def drawing_again_within(block: nn.Module, x: Tensor) -> Tensor:
+    return once(lambda x: once(block, x, preserve_rng_state=False), x)
+
+
+def reentrant_without_gradients(block: nn.Module, x: Tensor) -> Tensor:
+    return reentrant(block, x.detach())
+
+
+def overwritten(block: nn.Module, x: Tensor) -> Tensor:
+    """What the checkpoint read is not there any more when it is computed again; autograd does not see it."""
+    shift = torch.ones(8)
+    result = once(lambda x: block(x + shift), x)
+    shift.mul_(2)
+    return result
+
+
+def keeps_all() -> object:
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+
+def choosing(block: nn.Module, x: Tensor) -> Tensor:
+    return once(block, x, context_fn=keeps_all)
+
+
+REFUSED: dict[str, tuple[Call, str]] = {
+    "batch norm": (writing, "writes to what was there before"),
+    "other random numbers": (drawing_again, "preserve_rng_state=False"),
+    "other random numbers, nested": (drawing_again_within, "preserve_rng_state=False"),
+    "no gradient": (reentrant_without_gradients, "use_reentrant=False"),
+    "overwritten": (overwritten, "overwritten"),
+    "context_fn": (choosing, "context_fn"),
+}
+
+
+@pytest.mark.support("Gradients", "checkpoints whose second run differs from the first", "plain PyTorch, with a reason")
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize(("call", "reason"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("form", FORMS)
+def test_what_plain_pytorch_computes_otherwise_the_second_time(form: str, call: Call, reason: str) -> None:
+    norm = nn.BatchNorm1d if call is writing else nn.LayerNorm
+    training = compare(form, partial(build, call, norm), replays=0)
+    status = training.status()
+    assert status.mode == "eager"
+    assert any(reason in str(refusal) and "test_checkpoints.py" in str(refusal) for refusal in status.refusals), status
+
+
+def test_a_graph_without_checkpoints_is_left_alone() -> None:
+    module = fx.symbolic_trace(nn.Linear(2, 2))
+    before = str(module.graph)
+    inline_checkpoints(module)
+    assert str(module.graph) == before
+
+
+def test_it_trains_at_all() -> None:
+    """Against plain layers: checkpoints change nothing but what is kept."""
+    torch.manual_seed(0)
+    losses = []
+    for call in (once, plainly):
+        torch.manual_seed(7)
+        model, optimizer = build(call)
+        losses.append(Training("train_step", model, optimizer).run(6))
+    assert losses[0] == losses[1]
