@@ -28,11 +28,11 @@ class Checkpoint(NamedTuple):
     """Which checkpoint an operator lies in, the outermost one.
 
     Attributes:
-        index: its place among those of the call.
+        place: among those of the call.
         draws_again: whether its random numbers are others when it is computed once more.
     """
 
-    index: int
+    place: int
     draws_again: bool
 
 
@@ -48,8 +48,8 @@ def inline_checkpoints(module: fx.GraphModule) -> None:
     Raises:
         RefusedError: gradients would be others than plain PyTorch's, or it is not known what is to be kept.
     """
-    for index, node in enumerate(_checkpoints(module)):
-        _inline(module, node, Checkpoint(index, _draws_again(module, node)))
+    for place, node in enumerate(_checkpoints(module)):
+        _inline(module, node, Checkpoint(place, _draws_again(module, node)))
     module.recompile()
 
 
@@ -105,14 +105,14 @@ def _inline(module: fx.GraphModule, node: fx.Node, mark: Checkpoint) -> None:
         inner.target = name
     copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[1:], strict=True))
     with module.graph.inserting_before(node):
-        results = module.graph.graph_copy(body.graph, copies)
+        results: Any = module.graph.graph_copy(body.graph, copies)
     for copy in copies.values():
         if isinstance(copy, fx.Node) and copy not in node.all_input_nodes:
             copy.meta["custom"] = {**copy.meta.get("custom", {}), _MARK: mark}
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise RefusedError(Refusal("a checkpoint's results are not taken apart", source_line(node)))
-        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        user.replace_all_uses_with(results[user.args[1]])
         module.graph.erase_node(user)
     module.graph.erase_node(node)
     if not attribute.users:

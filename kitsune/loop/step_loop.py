@@ -229,7 +229,7 @@ class StepLoop:
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
         with _unchanged_gradients(spec.others()):
-            objective.backward()  # type: ignore[no-untyped-call]
+            objective.backward()
         if phase == "accumulate":
             self._accumulators.detach()
             return loss.detach()
