@@ -137,6 +137,11 @@ class GuardedFunction:
             # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
             passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
             raise RefusedError(_refusal(error), passing=passing) from error
+        except AssertionError as error:
+            if self._thread.ran:
+                raise
+            # One of Dynamo's, as where Ctrl-C comes while it asks a guard for the first time. The interrupt is lost then.
+            raise RefusedError(_refusal(error), passing=True) from error
         if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
@@ -369,7 +374,7 @@ def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise exc.Unsupported("numbers drawn from a random.Random object would be the same at every replay")
 
 
-def _refusal(error: exc.TorchDynamoException) -> Refusal:
+def _refusal(error: Exception) -> Refusal:
     stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
     culprit = None
     if stack:

@@ -16,7 +16,7 @@ CASES = [
     ("with_accelerate", "accelerate", _MNIST, ()),
     ("with_accelerate", "accelerate", f"{_MNIST} --precision bf16 --accumulate 1", pytest.mark.slow),
     ("with_lightning", "lightning", _MNIST, ()),
-    ("with_lightning", "lightning", f"{_MNIST} --manual", pytest.mark.slow),
+    ("with_lightning", "lightning", f"{_MNIST} --manual", ()),
     ("with_trainer", "accelerate", _BERT, ()),
     ("with_trainer", "accelerate", f"{_BERT} --accumulate 2 --bf16", pytest.mark.slow),
 ]

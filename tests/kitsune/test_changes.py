@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import swa_utils
 
 from tests.kitsune.training import FORMS, Batch, Net, Training, adam, batch, compare, sgd
 
@@ -665,3 +668,62 @@ def test_capturing_draws_no_random_numbers(form: str) -> None:
         return batch(index, size=3 + index // 3)
 
     compare(form, norm_and_dropout, steps=12, batches=batches, replays=4)
+
+
+@pytest.mark.support("Random numbers", "masks repeat from a seed, and after a checkpoint was loaded", "replayed")
+@pytest.mark.parametrize("resumed", ["with Kitsune", "without"])
+def test_random_numbers_survive_a_checkpoint(form: str, resumed: str) -> None:
+
+    def started(form: str) -> Training:
+        model = Net(batch_norm=True, dropout=0.5)
+        return Training(form, model, adam(model))
+
+    torch.manual_seed(7)
+    expected = started("eager").run(10)
+    torch.manual_seed(7)
+    first = started(form)
+    assert first.run(5) == expected[:5]
+    file = io.BytesIO()
+    state = {"model": first.model.state_dict(), "optimizer": first.optimizer.state_dict()}
+    torch.save({**state, "random": torch.get_rng_state()}, file)
+    assert first.run(5, start=5) == expected[5:]
+    torch.manual_seed(1)
+    second = started(form if resumed == "with Kitsune" else "eager")
+    second.run(4, start=20)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    second.model.load_state_dict(loaded["model"])
+    second.optimizer.load_state_dict(loaded["optimizer"])
+    torch.set_rng_state(loaded["random"])
+    assert second.run(5, start=5) == expected[5:]
+
+
+def averaged(training: Training) -> None:
+    if "average" not in training.memo:
+        training.memo["average"] = swa_utils.AveragedModel(
+            training.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+        )
+    training.memo["average"].update_parameters(training.model)
+
+
+@torch.no_grad()
+def blended(training: Training) -> None:
+    average = training.memo.setdefault("average", copy.deepcopy(training.model))
+    for mean, param in zip(average.parameters(), training.model.parameters(), strict=True):
+        mean.lerp_(param, 0.1)
+
+
+@pytest.mark.support("Gradients", "an exponential average of the weights", "replayed")
+@pytest.mark.parametrize("update", [averaged, blended])
+def test_an_average_of_the_weights(form: str, update: Callable[[Training], None]) -> None:
+    averages: list[dict[str, Tensor]] = []
+
+    def edit(training: Training, index: int) -> None:
+        update(training)
+        averages.append({name: value.clone() for name, value in training.memo["average"].state_dict().items()})
+
+    compare(form, norm_and_dropout, steps=8, edit=edit)
+    wanted, found = averages[:8], averages[8:]
+    assert not all(torch.equal(value, wanted[0][name]) for name, value in wanted[7].items())
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0.0, atol=0.0)

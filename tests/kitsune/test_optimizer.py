@@ -187,14 +187,23 @@ def test_backward_without_an_update() -> None:
     compare("drop_in", loop=loop, steps=14, replays=6)
 
 
-@pytest.mark.support("Gradients", "clipping by norm", "replayed")
-def test_clipping_in_the_loop() -> None:
+def clip_norm(params: list[nn.Parameter]) -> None:
+    assert torch.nn.utils.clip_grad_norm_(params, 0.1) > 0.1
+
+
+def clip_value(params: list[nn.Parameter]) -> None:
+    assert any((param.grad.abs() > 0.02).any() for param in params if param.grad is not None)
+    torch.nn.utils.clip_grad_value_(params, 0.02)
+
+
+@pytest.mark.support("Gradients", "clipping by norm and by value", "replayed")
+@pytest.mark.parametrize("clip", [clip_norm, clip_value])
+def test_clipping_in_the_loop(clip: Callable[[list[nn.Parameter]], None]) -> None:
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         training.optimizer.zero_grad()
         loss = forward_loss(training, x, y)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
-        assert norm > 0.1
+        clip(list(training.model.parameters()))
         training.optimizer.step()
         return loss.detach()
 

@@ -260,6 +260,32 @@ def test_a_refusal_of_the_runner_passes_through() -> None:
         call(torch.ones(2))
 
 
+def test_an_assertion_of_dynamos_is_a_refusal_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As "Guard failed on the same frame it was created", where Ctrl-C comes while a guard is asked."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("Guard failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch._dynamo.guards.CheckFunctionManager, "__init__", fail)
+        call, _ = guarded(lambda x: x + 1)
+        with pytest.raises(RefusedError, match="Guard failed") as refused:
+            call(torch.ones(2))
+        assert refused.value.passing
+    call, _ = guarded(lambda x: x + 1)
+    assert call(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_an_assertion_of_the_runner_passes_through() -> None:
+    class Failing(Runner):
+        def run(self, graph: fx.GraphModule, flat: Sequence[Tensor]) -> Sequence[Any]:
+            raise AssertionError("mine")
+
+    runner = Failing()
+    with pytest.raises(AssertionError, match="mine"):
+        GuardedFunction(lambda x: x + 1, runner.run)(torch.ones(2))
+
+
 def test_two_guarded_functions_of_one_code_do_not_share_graphs() -> None:
     def make(scale: float) -> Callable[[Tensor], Tensor]:
         return lambda x: x * scale
