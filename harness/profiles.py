@@ -287,6 +287,13 @@ def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) ->
     return at_head or variant.is_kitsune or variant.family == "eager"
 
 
+def needs_second_setup(profile: Name, *, at_head: bool) -> bool:
+    """Whether set-up is measured a second time, with the caches that the first one has filled: at HEAD, and by the full
+    profile everywhere. That is one more process for each variant that keeps anything, as long as its set-up.
+    """
+    return at_head or profile == "full"
+
+
 def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:
     """Why a profile does not measure a variant of one of its cases; None if it does. The full profile measures all."""
     if profile == "full":

@@ -105,6 +105,9 @@ class Profile:
 
     ``losses`` are (step, loss) pairs; a loss of None was not finite. ``kitsune`` is the status of a Kitsune variant.
     ``memory_timeline`` is of one steady step on a GPU, or else ``memory_timeline_missing`` says why there is none.
+    ``caches`` is whether those of compilers were "cold" or "warm" when ``setup_s`` was measured; None of a variant that
+    compiles nothing, and in results of earlier versions, whose peers had theirs in common. ``setup_again_s`` is the
+    set-up in another process after that, where the first one has left something in its caches.
     """
 
     run: str
@@ -123,6 +126,18 @@ class Profile:
     inactive_split_bytes: int | None = None
     memory_timeline: MemoryTimeline | None = None
     memory_timeline_missing: str | None = None
+    caches: str | None = None
+    setup_again_s: float | None = None
+
+    @property
+    def cold_setup_s(self) -> float | None:
+        """Seconds of set-up where there is nothing in the compilers' caches, if there are any."""
+        return None if self.caches == "warm" else self.setup_s
+
+    @property
+    def warm_setup_s(self) -> float | None:
+        """Seconds of set-up with what an earlier process has left in the caches."""
+        return self.setup_s if self.caches == "warm" else self.setup_again_s
 
 
 @dataclass(frozen=True)
@@ -295,9 +310,6 @@ def _blocks(variant: str, entry: object) -> Blocks:
 
 
 def _profile(fields: Mapping[str, object]) -> Profile:
-    setup_s = _number(fields.get("setup_s"), "setup_s")
-    if setup_s < 0:
-        raise RecordError(f"setup_s is {setup_s}; expected 0 or more seconds")
     return Profile(
         run=_text(fields, "run"),
         case=_text(fields, "case"),
@@ -306,7 +318,7 @@ def _profile(fields: Mapping[str, object]) -> Profile:
         device=_text(fields, "device"),
         variant=_text(fields, "variant"),
         precision=_text(fields, "precision"),
-        setup_s=setup_s,
+        setup_s=_setup_seconds(fields, "setup_s"),
         peak_allocated_bytes=_optional_bytes(fields, "peak_allocated_bytes"),
         peak_reserved_bytes=_optional_bytes(fields, "peak_reserved_bytes"),
         peak_rss_bytes=_optional_bytes(fields, "peak_rss_bytes"),
@@ -315,7 +327,22 @@ def _profile(fields: Mapping[str, object]) -> Profile:
         inactive_split_bytes=_optional_bytes(fields, "inactive_split_bytes"),
         memory_timeline=_memory_timeline(fields),
         memory_timeline_missing=_missing_timeline(fields),
+        caches=_caches(fields),
+        setup_again_s=None if fields.get("setup_again_s") is None else _setup_seconds(fields, "setup_again_s"),
     )
+
+
+def _caches(fields: Mapping[str, object]) -> str | None:
+    if "setup_again_s" not in fields or fields.get("caches") is None:
+        return None
+    return _choice(fields, "caches", ("cold", "warm"))
+
+
+def _setup_seconds(fields: Mapping[str, object], name: str) -> float:
+    seconds = _number(fields.get(name), name)
+    if seconds < 0:
+        raise RecordError(f"{name} is {seconds}; expected 0 or more seconds")
+    return seconds
 
 
 def _missing_timeline(fields: Mapping[str, object]) -> str | None:

@@ -132,7 +132,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
         _Section(
             "Set-up",
             "Set-up and break-even",
-            "Seconds before the first step at full speed, and after how many steps they are earned back against eager.",
+            "Seconds before the first step at full speed, and after how many steps they are earned back against eager:"
+            " with empty caches of compilers, paler, and with those that a process before it has filled, in brackets."
+            " What compiles nothing has one set-up.",
             _charts(charts["setup"]),
         ),
         _Section(

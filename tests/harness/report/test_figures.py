@@ -105,11 +105,21 @@ def test_the_memory_of_a_step_is_a_line_for_each_variant(gpu: Comparison, cpu: C
 
 
 def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
-    (trace,) = figures.setups(gpu)[0].traces
-    texts = dict(zip([row.variant for row in gpu.compared_rows_of(gpu.cases[0])], trace["text"], strict=True))  # type: ignore[call-overload]
-    assert texts["compile_fp32"].endswith("s, never")
+    rows = gpu.compared_rows_of(gpu.cases[0])
+    cold, warm = figures.setups(gpu)[0].traces
+    texts = dict(zip([row.variant for row in rows], cold["text"], strict=True))  # type: ignore[call-overload]
+    assert re.fullmatch(r"[\d.]+ s, never \([\d.]+ s, never\)", texts["compile_fp32"])
+    assert re.fullmatch(r"\([\d.]+ s, (never|[\d,]+)\)", texts["compile_amp"])
+    assert re.fullmatch(r"[\d.]+ s, [\d,]+ steps \([\d.]+ m?s, [\d,]+\)", texts["kitsune_trainstep_amp"])
     assert texts["handcaptured_amp"].endswith("steps")
     assert "," not in texts["eager_fp32"]
+    assert warm["x"] == [row.warm_setup_s for row in rows]
+    assert cold["marker"]["opacity"] == [1 if row.warm_setup_s is None else 0.3 for row in rows]  # type: ignore[index]
+
+
+def test_results_without_warm_set_ups_have_names_beside_their_bars(cpu: Comparison) -> None:
+    assert all(row.warm_setup_s is None for row in cpu.rows)
+    assert all(figure.narrow_layout for figure in figures.setups(cpu))
 
 
 def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:

@@ -451,9 +451,10 @@ _INSIDE = """texts => texts.filter((text) => {
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1000, 1400])
 def test_what_is_written_in_charts_is_not_cut(browser: Browser, gpu_page: Path, width: int) -> None:
-    visit = Visit(browser, gpu_page, width=width, draw="#memory .chart, #samples .chart")
+    visit = Visit(browser, gpu_page, width=width, draw="#memory .chart, #set-up .chart, #samples .chart")
     assert visit.page.locator("#memory .bartext").count() > 0
-    assert visit.page.locator("#memory .bartext, #samples .xtitle").evaluate_all(_INSIDE) == []
+    assert visit.page.locator("#set-up .bartext", has_text=" steps (").count() > 0
+    assert visit.page.locator("#memory .bartext, #set-up .bartext, #samples .xtitle").evaluate_all(_INSIDE) == []
     overlaps = """charts => charts.filter((chart) => {
       const boxOf = (name) => chart.querySelector(name).getBoundingClientRect();
       const [share, bytes] = [boxOf(".xtick text"), boxOf(".ytick text")];
