@@ -15,6 +15,7 @@ from harness.fusions import step_fusions
 from harness.history_series import history_series
 from harness.level_changes import environment_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
+from harness.profiles import DeviceType, effort
 from harness.revisions import describe
 from harness.rows import (
     Change,
@@ -375,7 +376,9 @@ def _step_memory(measured: Measurement) -> tuple[StepMemory, ...]:
 
 def _error_rates(history: History, newer: Measurement, margin: float) -> list[str]:
     """How often verdicts like these are wrong, where self-tests have measured it in this environment."""
-    rows, problems = outcome.load(history.folder, newer.facts, margin)
+    device: DeviceType = "cuda" if newer.facts.get("device_type") == "cuda" else "cpu"
+    rounds = effort(newer.runs[-1].profile, device).rounds
+    rows, problems = outcome.load(history.folder, newer.facts, margin, rounds)
     told = outcome.sentence(rows, margin)
     return ([] if told is None else [told]) + problems
 

@@ -15,6 +15,8 @@ from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
 Name = Literal["quick", "sweep", "full", "check"]
+DEFAULT: Name = "quick"
+"""What is measured where nobody says how."""
 Until = Literal["rounds", "conclusive"]
 
 METHOD_VERSION = "1"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import get_args
+from typing import TypeVar, get_args
 
 from harness.memory_timeline import NOT_RECORDED, ON_THE_CPU, MemoryTimeline, Point
 from harness.phases import PHASES, Clock
@@ -26,6 +26,9 @@ SCHEMA = 2
 _LEAST_SECONDS = 1e-12
 _MOST_SECONDS = 1e9
 _TRACE = re.compile(r"traces/[0-9a-f]+/[\w.-]+\.json\.gz")
+
+
+Choice = TypeVar("Choice", bound=str)
 
 
 class RecordError(ValueError):
@@ -47,7 +50,7 @@ class Run:
     facts: Mapping[str, object]
     kitsune_file: str | None
     harness_file: str | None
-    profile: str
+    profile: Name
     snapshot_of: str | None
     workloads: Mapping[str, object]
 
@@ -480,12 +483,12 @@ def _optional_text(fields: Mapping[str, object], name: str) -> str | None:
     return None if fields.get(name) is None else _text(fields, name)
 
 
-def _choice(fields: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:
+def _choice(fields: Mapping[str, object], name: str, allowed: tuple[Choice, ...]) -> Choice:
     value = fields.get(name)
-    if value not in allowed:
-        raise RecordError(f"{name} is {_shown(value)}; expected one of {', '.join(allowed)}")
-    assert isinstance(value, str)
-    return value
+    for choice in allowed:
+        if choice == value:
+            return choice
+    raise RecordError(f"{name} is {_shown(value)}; expected one of {', '.join(allowed)}")
 
 
 def _whole(fields: Mapping[str, object], name: str, *, least: int) -> int:
