@@ -25,8 +25,11 @@ Tally = Mapping[Verdict, int]
 """How often each verdict was given, zeros included."""
 
 
-SHOWN_POINTS = 100
-"""How many measured commits charts and tables of the history show: the last ones. All are judged."""
+SHOWN_POINTS = 200
+"""How many measured commits charts of the history show: the last ones. All are judged."""
+
+LISTED_POINTS = 100
+"""Of how many of these its tables hold the numbers, which take more room than points."""
 
 
 class Parity(Enum):

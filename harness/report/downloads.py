@@ -10,7 +10,6 @@ from html import escape
 from harness import render
 from harness.report.packing import compact, packed
 from harness.rows import Comparison
-from harness.stats import Estimate
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,15 @@ def _history(comparison: Comparison) -> str:
                 "case": vars(series.case),
                 "variant": series.variant,
                 "control": series.control,
-                "points": [
-                    {"commit": point.commit.sha, **_bounds(point.ratio), "seconds": point.seconds}
-                    for point in series.recent
-                ],
+                "commits": [point.commit.sha for point in series.recent],
+                "ratio": [point.ratio.ratio for point in series.recent],
+                "low": [point.ratio.low if point.ratio.has_interval else None for point in series.recent],
+                "high": [point.ratio.high if point.ratio.has_interval else None for point in series.recent],
+                "seconds": [point.seconds for point in series.recent],
             }
             for series in comparison.history
         ]
     )
-
-
-def _bounds(ratio: Estimate) -> dict[str, float | None]:
-    low, high = (ratio.low, ratio.high) if ratio.has_interval else (None, None)
-    return {"ratio": ratio.ratio, "low": low, "high": high}
 
 
 def _link(file: _File) -> str:

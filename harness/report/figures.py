@@ -19,6 +19,9 @@ _SHARE_FOR_DEVICE_MEMORY = 0.54
 _SHARE_FOR_SETUPS = 0.64
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
 
+_DRAWN_DIGITS, _TOLD_DIGITS = 4, 3
+"""How many digits of a history can be seen, drawn and in words: a long one is much of the page."""
+
 _FAINT = 0.3
 """The opacity of a bar behind the one that counts."""
 
@@ -257,19 +260,34 @@ def _earned_back(setup_s: float, steps: float | None) -> str:
 def _line(series: Series) -> Spec:
     speedups = [point.ratio.inverted() for point in series.recent]
     name = style.variant_name(series.variant)
-    hovers = [
-        f"<b>{name}</b><br>{style.shown(formats.commit(point.commit))}<br>"
-        f"{formats.ratio_with_interval(speedup)} × as fast as {label(series.control)}<br>"
-        f"{formats.seconds(point.seconds)} per step"
-        for point, speedup in zip(series.recent, speedups, strict=True)
-    ]
+    interval = {True: " [%{customdata[0]:.3r}, %{customdata[1]:.3r}]", False: " (one round)"}
+    hovers = {
+        known: f"<b>{name}</b><br>%{{text}}<br>%{{y:.3r}}{words} × as fast as {label(series.control)}<br>"
+        "%{customdata[2]:.3s}s per step<extra></extra>"
+        for known, words in interval.items()
+    }
     return {
         "type": "scatter", "mode": "lines+markers",
-        "x": [point.commit.short for point in series.recent], "y": [speedup.ratio for speedup in speedups],
+        "x": [point.commit.short for point in series.recent],
+        "y": _rounded([speedup.ratio for speedup in speedups], _DRAWN_DIGITS),
         "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
         "marker": {"size": 8 if len(speedups) <= _FEW_POINTS else 4, "symbol": style.symbol(series.variant)},
-        "hoverinfo": "text", "hovertext": hovers,
+        "text": [style.shown(formats.commit(point.commit)) for point in series.recent],
+        "customdata": [
+            _rounded([*_bounds(speedup), point.seconds], _TOLD_DIGITS)
+            for point, speedup in zip(series.recent, speedups, strict=True)
+        ],
+        "hovertemplate": hovers[True] if all(speedup.has_interval for speedup in speedups)
+        else [hovers[speedup.has_interval] for speedup in speedups],
     }  # fmt: skip
+
+
+def _bounds(estimate: Estimate) -> tuple[float | None, float | None]:
+    return (estimate.low, estimate.high) if estimate.has_interval else (None, None)
+
+
+def _rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else float(f"{value:.{digits}g}") for value in values]
 
 
 def _change_lines(members: Iterable[Series], shown: Sequence[Commit]) -> list[Spec]:
@@ -318,7 +336,9 @@ def _band(series: Series) -> Spec:
     return {
         "type": "scatter", "mode": "none", "fill": "toself",
         "x": [commit for commit, _ in bounded] + [commit for commit, _ in reversed(bounded)],
-        "y": [speedup.high for _, speedup in bounded] + [speedup.low for _, speedup in reversed(bounded)],
+        "y": _rounded(
+            [speedup.high for _, speedup in bounded] + [speedup.low for _, speedup in reversed(bounded)], _DRAWN_DIGITS
+        ),
         "fillcolor": style.colour(series.variant), "opacity": 0.2, "hoverinfo": "skip",
     }  # fmt: skip
 

@@ -19,7 +19,7 @@ from harness.report.header import header, summary
 from harness.report.history_tables import history_tables
 from harness.report.packing import compact, packed
 from harness.report.regression_list import regression_list
-from harness.rows import SHOWN_POINTS, Comparison
+from harness.rows import LISTED_POINTS, SHOWN_POINTS, Comparison
 
 _FOLDER = Path(__file__).resolve().parent
 _SCRIPTS = ("charts.js", "tables.js", "views.js")
@@ -35,6 +35,7 @@ class _Section:
     title: str
     intro: str
     body: str
+    folds: bool = True
 
     @property
     def anchor(self) -> str:
@@ -83,13 +84,14 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
     """All sections in order; those without a body have nothing to say and are left out."""
     commands = comparison.commands()
     return [
-        _Section("Summary", "Summary", "", summary(comparison)),
+        _Section("Summary", "Summary", "", summary(comparison), folds=False),
         _Section(
             "Regressions",
             "Regressions",
             "What became worse: between the two commits by more than its margin (shaded; the bar is the 95% interval),"
             " and, over the history, to a level that lasted. Each with the command that measures it again.",
             _regressions(comparison),
+            folds=False,
         ),
         _Section(
             "Changes",
@@ -191,7 +193,8 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Kitsune's speed-up over the step captured by hand, which hosts hardly change (over eager where that is"
             f" missing), at the last {SHOWN_POINTS} measured commits, oldest first, with its 95% interval. Solid lines"
             " are fp32, dashed ones amp. Where a dotted line stands, a level changed for three commits or more; a grey"
-            " one of long dashes is a change of the environment. All of them are listed below.",
+            " one of long dashes is a change of the environment. All of them are listed below, and the numbers of the"
+            f" last {LISTED_POINTS} commits; those of all that is drawn are among the raw data.",
             _history(comparison, charts["history"]),
         ),
         _Section(
@@ -230,7 +233,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
         _Section(
             "Raw data",
             "Raw data",
-            "Compressed JSON, with times in seconds, memory in bytes, and fractions rounded to six digits. It is part"
+            "Compressed JSON, with times in seconds, memory in bytes, and fractions rounded to five digits. It is part"
             " of this page: nothing is fetched.",
             downloads(comparison),
         ),
@@ -333,8 +336,15 @@ def _reading(comparison: Comparison) -> str:
 
 
 def _section(section: _Section) -> str:
-    intro = f"<p>{escape(section.intro)}</p>" if section.intro else ""
-    return f'<section id="{section.anchor}"><h2>{escape(section.title)}</h2>{intro}{section.body}</section>'
+    """Open, so that it can be read and folded without scripts; those fold it on a phone."""
+    title = f"<h2>{escape(section.title)}</h2>"
+    content = (f"<p>{escape(section.intro)}</p>" if section.intro else "") + section.body
+    if section.folds:
+        return (
+            f'<section id="{section.anchor}"><details class="fold" open><summary>{title}</summary>{content}</details>'
+            "</section>"
+        )
+    return f'<section id="{section.anchor}">{title}{content}</section>'
 
 
 def _charts(drawn: Sequence[Figure]) -> str:

@@ -131,6 +131,15 @@ def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> N
         assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
 
 
+def test_a_point_of_one_round_claims_no_interval(tmp_path: Path, gpu: Comparison) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    single = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    line, many = (figures.history(comparison)[0].traces[1] for comparison in (single, gpu))
+    assert all("(one round)" in words and "customdata[0]" not in words for words in line["hovertemplate"])  # type: ignore[attr-defined]
+    assert all(bounds[:2] == [None, None] for bounds in line["customdata"])  # type: ignore[attr-defined]
+    assert "[%{customdata[0]:.3r}, %{customdata[1]:.3r}]" in str(many["hovertemplate"])
+
+
 def test_a_batch_size_measured_at_one_commit_has_no_history(tmp_path: Path, gpu: Comparison) -> None:
     sample.write_gpu_history(tmp_path, sweep=True)
     swept = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
