@@ -60,7 +60,7 @@ def text(
     again = _commands(shown, every=commands)
     if again:
         parts += ["", "To measure again", "", *(f"  {formats.one_line(line)}" for line in again)]
-    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
+    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison.damage))):
         if table.rows:
             parts += ["", title, "", *(_sentence(row) for row in table.rows)]
     parts += [f"\nnote: {formats.one_line(note)}" for note in comparison.notes]
@@ -80,7 +80,7 @@ def markdown(comparison: Comparison, *, shown: Comparison | None = None, command
     if variants.rows:
         parts += ["", "### Variants", "", markdown_table(variants.on(Medium.TEXT)), ""]
         parts += [escaped(line) + "  " for line in _summary_lines(comparison) if line]
-    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
+    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison.damage))):
         if table.rows:
             parts += ["", f"### {title}", "", markdown_table(table)]
     parts += [f"\n> {escaped(formats.one_line(note))}" for note in comparison.notes]

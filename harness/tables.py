@@ -12,6 +12,7 @@ from harness.names import is_diagnostic, is_kitsune, label
 from harness.rows import SHOWN_POINTS, Commit, Comparison, Contrast, EnvironmentChange, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
+from harness.store import Damage
 from harness.variants import VARIANTS
 
 
@@ -266,7 +267,7 @@ def skip_table(comparison: Comparison) -> Table:
     return Table(columns, tuple(rows))
 
 
-def damage_table(comparison: Comparison) -> Table:
+def damage_table(damage: Sequence[Damage]) -> Table:
     """What could not be read, one row for each file: how much of it, and the first problem."""
     columns = (
         Column("file", "the damaged file"),
@@ -274,7 +275,7 @@ def damage_table(comparison: Comparison) -> Table:
         Column("first problem", "where the trouble begins"),
     )
     files: dict[str, list[tuple[int | None, str]]] = {}
-    for entry in comparison.damage:
+    for entry in damage:
         files.setdefault(str(entry.path), []).append((entry.line, entry.problem))
     rows = [(Cell(path), *_damage_cells(problems)) for path, problems in files.items()]
     return Table(columns, tuple(rows))

@@ -13,23 +13,30 @@ from harness.rows import Comparison
 
 
 @dataclass(frozen=True)
-class _File:
+class File:
+    """A file of JSON: its name without an ending, what it holds, and that."""
+
     name: str
     meaning: str
     content: str
 
 
 def downloads(comparison: Comparison) -> str:
+    """The files of a comparison of commits."""
+    return links(_files(comparison))
+
+
+def links(files: Sequence[File]) -> str:
     """A list of links, each of which saves a file."""
-    return f"<ul>{''.join(map(_link, _files(comparison)))}</ul>"
+    return f"<ul>{''.join(map(_link, files))}</ul>"
 
 
-def _files(comparison: Comparison) -> Sequence[_File]:
+def _files(comparison: Comparison) -> Sequence[File]:
     document = json.loads(render.json_document(comparison))
     return (
-        _File("comparison", "all rows, changes and verdicts, as --json writes them", compact(document)),
-        _File("samples", "seconds per step of every block of every round at the newer commit", _samples(comparison)),
-        _File(
+        File("comparison", "all rows, changes and verdicts, as --json writes them", compact(document)),
+        File("samples", "seconds per step of every block of every round at the newer commit", _samples(comparison)),
+        File(
             "history", "time over its control's, with its interval, and seconds at every commit", _history(comparison)
         ),
     )
@@ -59,7 +66,7 @@ def _history(comparison: Comparison) -> str:
     )
 
 
-def _link(file: _File) -> str:
+def _link(file: File) -> str:
     address = f"data:application/gzip;base64,{packed(file.content)}"
     return (
         f'<li><a download="{file.name}.json.gz" href="{address}">{file.name}.json.gz</a>: {escape(file.meaning)}</li>'

@@ -651,7 +651,7 @@ def test_one_commit_on_two_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["a", "b..c"], "give it alone"),
         (["--worktree", "a", "b"], "give BASE alone"),
         (["--variants", "a", "b", "--machines", "a", "b"], "cannot be compared at the same time"),
-        (["--variants", "a", "b", "--html", "x"], "--html is for the comparison of commits"),
+        (["--variants", "a", "b", "--reproduce"], "--reproduce is for the comparison of commits"),
         (["--machines", "a", "b", "--fail-on", "loss"], "--fail-on loss is for the comparison of commits"),
         (["--machines", "a", "b", "--machine", "a"], "leave out --machine"),
         (["--variants", "a", "b", "c..d"], "compared at one commit"),
