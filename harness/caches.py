@@ -1,4 +1,5 @@
-"""Where compilers keep what they made, and Kitsune what it measured.
+"""Where compilers keep what they made, and Kitsune what it measured: each variant of each case by itself, so that what
+it finds there tells whether it has been compiled before.
 
 A Kitsune variant's caches belong to its commit and begin empty with each run: no commit is timed on another's kernels.
 The peers' are keyed by the versions that decide what a compiler makes: not every commit pays for compiling them.
@@ -37,7 +38,9 @@ class Caches:
 
     def folder(self, case: str, variant: Variant) -> Path:
         """The folder of one variant of one case. Diagnostic variants share that of Kitsune as it is."""
-        return self._commit / case / f"{variant.family}_{variant.precision}" if variant.is_kitsune else self._peers
+        if variant.is_kitsune:
+            return self._commit / case / f"{variant.family}_{variant.precision}"
+        return self._peers / case / variant.name
 
 
 def use(folder: Path | None) -> None:

@@ -21,7 +21,7 @@ from harness.environment import machine_name
 from harness.names import is_diagnostic, is_product
 from harness.narrowing import Only, narrowed, narrowed_sides
 from harness.project import ProjectError
-from harness.report import ReportError, html_page
+from harness.report import ReportError, html_page, sides_page
 from harness.revisions import fork_point, parse_range
 from harness.rows import Comparison, Parity, Reproduction, SideBySide
 from harness.selection import ComparisonError, choose_commits, choose_machine, choose_measurements
@@ -164,7 +164,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("variants and machines are compared at one commit: give one")
     if options.machines and options.machine:
         parser.error("--machines names the machines: leave out --machine")
-    for name in ("html", "bisect", "reproduce"):
+    for name in ("bisect", "reproduce"):
         if getattr(options, name):
             parser.error(f"--{name} is for the comparison of commits")
     for failure in options.fail_on:
@@ -262,6 +262,7 @@ def _sides(options: argparse.Namespace) -> int:
     _print(render_sides.text(sides, shown=shown, colour=_colour(options.color)))
     _write(options.json, lambda: render_sides.json_document(sides, shown=shown))
     _write(options.markdown, lambda: render_sides.markdown(sides, shown=shown))
+    _write(options.html, lambda: sides_page(sides))
     return 1 if any(_SIDE_FAILURES[failure](sides) for failure in options.fail_on) else 0
 
 

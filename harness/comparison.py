@@ -15,6 +15,7 @@ from harness.fusions import step_fusions
 from harness.history_series import history_series
 from harness.level_changes import environment_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
+from harness.profiles import DeviceType, effort
 from harness.revisions import describe
 from harness.rows import (
     Change,
@@ -157,6 +158,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     peer = _best_peer(measured, case, variant, seconds) if is_product(variant) else None
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
+    cold_setup_s, warm_setup_s = (None, None) if profile is None else (profile.cold_setup_s, profile.warm_setup_s)
     gap, parity = _parity(profile, measured.profiles.get((case, BASELINE)))
     return Row(
         case=case,
@@ -173,8 +175,10 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         peer_ratio=peer_ratio,
         peer_margin=_margin(measured, case, variant, peer, margin),
         peer_verdict=None,
-        setup_s=None if profile is None else profile.setup_s,
-        break_even_steps=_break_even(measured, case, variant, seconds),
+        setup_s=cold_setup_s,
+        warm_setup_s=warm_setup_s,
+        break_even_steps=_break_even(measured, case, variant, cold_setup_s, seconds),
+        warm_break_even_steps=_break_even(measured, case, variant, warm_setup_s, seconds),
         allocated_bytes=None if profile is None else profile.peak_allocated_bytes,
         reserved_bytes=None if profile is None else profile.peak_reserved_bytes,
         rss_bytes=None if profile is None else profile.peak_rss_bytes,
@@ -196,6 +200,7 @@ def _judged(rows: Sequence[Row]) -> tuple[Row, ...]:
             verdict=judged,
             peer_verdict=peer_judged,
             break_even_steps=row.break_even_steps if judged in _CLEAR else None,
+            warm_break_even_steps=row.warm_break_even_steps if judged in _CLEAR else None,
         )
         for row, judged, peer_judged in zip(rows, against_eager, against_peers, strict=True)
     )
@@ -244,12 +249,14 @@ def _wall_seconds(measured: Measurement, case: Case, variant: str) -> float:
     return typical_seconds([entry.blocks[variant].wall_s for entry in measured.rounds[case] if variant in entry.blocks])
 
 
-def _break_even(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, float]) -> float | None:
-    profile = measured.profiles.get((case, variant))
+def _break_even(
+    measured: Measurement, case: Case, variant: str, setup_s: float | None, seconds: Mapping[str, float]
+) -> float | None:
+    """After how many steps such a set-up is earned back against eager, which compiles nothing."""
     eager = measured.profiles.get((case, reference_of(variant)))
-    if profile is None or eager is None:
+    if setup_s is None or eager is None:
         return None
-    return break_even_steps(profile.setup_s, seconds[variant], eager.setup_s, seconds[eager.variant])
+    return break_even_steps(setup_s, seconds[variant], eager.setup_s, seconds[eager.variant])
 
 
 def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | None, Parity | None]:
@@ -369,7 +376,9 @@ def _step_memory(measured: Measurement) -> tuple[StepMemory, ...]:
 
 def _error_rates(history: History, newer: Measurement, margin: float) -> list[str]:
     """How often verdicts like these are wrong, where self-tests have measured it in this environment."""
-    rows, problems = outcome.load(history.folder, newer.facts, margin)
+    device: DeviceType = "cuda" if newer.facts.get("device_type") == "cuda" else "cpu"
+    rounds = effort(newer.runs[-1].profile, device).rounds
+    rows, problems = outcome.load(history.folder, newer.facts, margin, rounds)
     told = outcome.sentence(rows, margin)
     return ([] if told is None else [told]) + problems
 

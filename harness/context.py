@@ -139,7 +139,7 @@ def from_environment(variables: Mapping[str, str] | None = None) -> Context:
         commit=commit,
         at_head=commit == (values.get(HEAD_VARIABLE) or _head(measured.root)),
         machine=environment.machine_name(),
-        profile=_profile(values.get(PROFILE_VARIABLE, "quick")),
+        profile=_profile(values.get(PROFILE_VARIABLE, profiles.DEFAULT)),
         progress=Path(progress) if progress else None,
         sampling=_sampling(values),
         selection=_selection(values),

@@ -23,6 +23,7 @@ from harness import controls, names, selection, stats, store
 from harness.catalogue import FOLDER, Stamp, code_digest, keep
 from harness.controls import is_captured
 from harness.names import is_product, precision_of, reference_of
+from harness.parallel import mapped
 from harness.selection import Case, Measurement
 from harness.stats import Estimate, paired_ratio, typical_seconds
 from harness.store import History
@@ -147,11 +148,16 @@ def _extended(old: _Index, history: History, wanted: tuple[tuple[str, Stamp], ..
     kept["commit"] = moved[kept["commit"]]
     known = set(old.commits)
     series = {key: number for number, key in enumerate(old.series)}
+    missing = [number for number, commit in enumerate(wanted) if commit not in known]
+    measured = mapped(
+        lambda number: list(_points(selection.measurement(history, wanted[number][0]))),
+        missing,
+        is_long=sum(wanted[number][1][0] for number in missing) >= store.MANY_BYTES,
+    )
     new = [
         (number, series.setdefault(key, len(series)), *numbers)
-        for number, commit in enumerate(wanted)
-        if commit not in known
-        for key, numbers in _points(selection.measurement(history, commit[0]))
+        for number, points in zip(missing, measured, strict=True)
+        for key, numbers in points
     ]
     return _Index(wanted, tuple(series), np.concatenate([kept, np.array(new, dtype=_POINT)]))
 

@@ -15,18 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
-from harness.changepoints import LEAST_RUN, ChangePoint, find_changes
+from harness.change_index import ChangeIndex
+from harness.changepoints import LEAST_RUN
 from harness.controls import UNLIKE, is_captured
 from harness.history_index import Value, Values, series_values
-from harness.level_changes import Finder, apart, environments_of, level_changes
+from harness.level_changes import apart, environments_of, level_changes
 from harness.names import order, precision_of, reference_of
-from harness.parallel import mapped
 from harness.rows import Commit, LevelChange, Point, Series
 from harness.selection import Case
 from harness.stats import repeat_noise
 from harness.store import History
-
-_MANY = 20_000  # values, which take about a quarter of a second
 
 _Finder = Callable[[Values, Sequence[float]], tuple[LevelChange, ...]]
 
@@ -44,11 +42,12 @@ def history_series(history: History, commits: Mapping[str, Commit]) -> tuple[Ser
         (case, variant, held, _control(held))
         for (case, variant), held in sorted(series_values(history).items(), key=lambda item: order(item[0][1]))
     ]
-    find = _found_in([held[control] for _, _, held, control in held_against], environments)
+    index = ChangeIndex(history.folder)
+    index.search(_stretches([held[control] for _, _, held, control in held_against], environments))
 
     def changes(values: Values, numbers: Sequence[float]) -> tuple[LevelChange, ...]:
         at = [commits[commit] for commit in values.commits]
-        return level_changes(at, numbers, environments, position, find=find)
+        return level_changes(at, numbers, environments, position, find=index.find)
 
     series = []
     for case, variant, held, control in held_against:
@@ -64,23 +63,17 @@ def history_series(history: History, commits: Mapping[str, Commit]) -> tuple[Ser
                 noise=repeat_noise(values.ratios),
             )
         )
+    index.save()
     return tuple(series)
 
 
-def _found_in(series: Sequence[Values], environments: Mapping[str, int]) -> Finder:
-    """`find_changes`, which has been asked for the ratios of all series, on all processors."""
+def _stretches(series: Sequence[Values], environments: Mapping[str, int]) -> list[list[float]]:
+    """The ratios of all series, those of each environment apart."""
     stretches = []
     for values in series:
         ratios = values.ratios
-        stretches += [tuple(ratios[index] for index in members) for members in apart(values.commits, environments)]
-    found = mapped(find_changes, stretches, is_long=sum(map(len, stretches)) >= _MANY)
-    known = dict(zip(stretches, found, strict=True))
-
-    def find(numbers: Sequence[float]) -> Sequence[ChangePoint]:
-        changes = known.get(tuple(numbers))
-        return find_changes(numbers) if changes is None else changes
-
-    return find
+        stretches += [[ratios[index] for index in members] for members in apart(values.commits, environments)]
+    return stretches
 
 
 def _control(held: Mapping[str, Values]) -> str:

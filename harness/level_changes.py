@@ -56,10 +56,8 @@ def level_changes(
 
 def apart(commits: Sequence[str], environments: Mapping[str, int]) -> list[list[int]]:
     """The indices of the commits of each environment."""
-    found: dict[int, list[int]] = {}
-    for index, commit in enumerate(commits):
-        found.setdefault(environments[commit], []).append(index)
-    return list(found.values())
+    numbers = [environments[commit] for commit in commits]
+    return [[index for index, of_one in enumerate(numbers) if of_one == number] for number in dict.fromkeys(numbers)]
 
 
 def environment_changes(

@@ -1,7 +1,8 @@
 """The one instrument: what happens inside a measuring process.
 
 :func:`measure_round` times the variants of a case in turns; :func:`measure_profile` measures what needs a process to
-itself: set-up, peak memory and losses. Both run in a fresh process that :mod:`harness.processes` starts.
+itself: set-up, peak memory and losses; :func:`measure_setup` the set-up alone, once caches are filled. Each runs in a
+fresh process that :mod:`harness.processes` starts.
 """
 
 from __future__ import annotations
@@ -63,6 +64,15 @@ class Task:
 @dataclass(frozen=True)
 class ProfileJob:
     """One variant of a case, measured alone."""
+
+    case: Case
+    task: Task
+    effort: Effort
+
+
+@dataclass(frozen=True)
+class SetupJob:
+    """One variant of a case, set up and nothing else."""
 
     case: Case
     task: Task
@@ -138,17 +148,8 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     variant = variants.get(job.task.variant)
     device = begin_device(job.case)
     cold = caches.is_cold(job.task.caches)
-    caches.use(job.task.caches)
-    note(f"preparing {variant.name}")
-    ingredients = prepare(variant, job.case.model, job.case.batch, device)
-    synchronize(device)
-    note(f"setting up {variant.name}")
     losses = _Losses(job.case.loss_steps)
-    begin = time.perf_counter()
-    training = start(variant, ingredients)
-    settle(training, losses.step, job.effort.settle_seconds)
-    synchronize(device)
-    setup_s = time.perf_counter() - begin
+    training, setup_s = _set_up(job, device, losses.step, note)
     note(f"running {variant.name} in its steady state")
     gc.collect()
     memory.reset_peak(device)
@@ -168,6 +169,33 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
         status,
         recorded if isinstance(recorded, str) else memory_timeline(recorded),
     )
+
+
+def measure_setup(job: SetupJob, note: Callable[[str], None]) -> float:
+    """Seconds of set-up, as in a :class:`ProfileResult`, with whatever the variant finds in its caches.
+
+    Raises:
+        Exception: whatever the variant raises.
+    """
+    _, setup_s = _set_up(job, begin_device(job.case), lambda training: training.run(1), note)
+    return setup_s
+
+
+def _set_up(
+    job: ProfileJob | SetupJob, device: torch.device, step: Callable[[Training], object], note: Callable[[str], None]
+) -> tuple[Training, float]:
+    """A training in its steady state, and the seconds from constructing its optimizer to there."""
+    variant = variants.get(job.task.variant)
+    caches.use(job.task.caches)
+    note(f"preparing {variant.name}")
+    ingredients = prepare(variant, job.case.model, job.case.batch, device)
+    synchronize(device)
+    note(f"setting up {variant.name}")
+    begin = time.perf_counter()
+    training = start(variant, ingredients)
+    settle(training, step, job.effort.settle_seconds)
+    synchronize(device)
+    return training, time.perf_counter() - begin
 
 
 def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:

@@ -15,6 +15,8 @@ from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
 Name = Literal["quick", "sweep", "full", "check"]
+DEFAULT: Name = "quick"
+"""What is measured where nobody says how."""
 Until = Literal["rounds", "conclusive"]
 
 METHOD_VERSION = "1"
@@ -285,6 +287,13 @@ def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) ->
     if variant.is_diagnostic:
         return False
     return at_head or variant.is_kitsune or variant.family == "eager"
+
+
+def needs_second_setup(profile: Name, *, at_head: bool) -> bool:
+    """Whether set-up is measured a second time, with the caches that the first one has filled: at HEAD, and by the full
+    profile everywhere. That is one more process for each variant that keeps anything, as long as its set-up.
+    """
+    return at_head or profile == "full"
 
 
 def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:

@@ -60,7 +60,7 @@ def text(
     again = _commands(shown, every=commands)
     if again:
         parts += ["", "To measure again", "", *(f"  {formats.one_line(line)}" for line in again)]
-    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
+    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison.damage))):
         if table.rows:
             parts += ["", title, "", *(_sentence(row) for row in table.rows)]
     parts += [f"\nnote: {formats.one_line(note)}" for note in comparison.notes]
@@ -80,7 +80,7 @@ def markdown(comparison: Comparison, *, shown: Comparison | None = None, command
     if variants.rows:
         parts += ["", "### Variants", "", markdown_table(variants.on(Medium.TEXT)), ""]
         parts += [escaped(line) + "  " for line in _summary_lines(comparison) if line]
-    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison))):
+    for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison.damage))):
         if table.rows:
             parts += ["", f"### {title}", "", markdown_table(table)]
     parts += [f"\n> {escaped(formats.one_line(note))}" for note in comparison.notes]
@@ -91,8 +91,8 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
     """The comparison for programs, as docs/compare.schema.json describes it; ``shown`` as in :func:`text`.
 
     Times are seconds per step, those of fused parts microseconds (``_us``); memory is bytes. ``ratio`` objects are time
-    over the reference's time, with null for bounds that cannot be claimed. ``break_even_steps`` is a number, "never",
-    or null where unknown.
+    over the reference's time, with null for bounds that cannot be claimed. Break-even is a number of steps, "never", or
+    null where unknown.
     """
     shown = shown or comparison
     again, since_base = comparison.commands(), comparison.commands_since_base()
@@ -287,8 +287,9 @@ def _row_fields(row: Row) -> dict[str, object]:
         "modes": dict(row.modes),
         "fragmentation_bytes": row.fragmentation_bytes,
     }
-    if row.break_even_steps == math.inf:
-        fields["break_even_steps"] = "never"
+    for name in ("break_even_steps", "warm_break_even_steps"):
+        if fields[name] == math.inf:
+            fields[name] = "never"
     if row.loss_gap is not None and not math.isfinite(row.loss_gap):
         fields["loss_gap"] = None
     return fields

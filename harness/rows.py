@@ -25,8 +25,11 @@ Tally = Mapping[Verdict, int]
 """How often each verdict was given, zeros included."""
 
 
-SHOWN_POINTS = 100
-"""How many measured commits charts and tables of the history show: the last ones. All are judged."""
+SHOWN_POINTS = 200
+"""How many measured commits charts of the history show: the last ones. All are judged."""
+
+LISTED_POINTS = 100
+"""Of how many of these its tables hold the numbers, which take more room than points."""
 
 
 class Parity(Enum):
@@ -64,8 +67,9 @@ class Row:
     ``margin`` and ``peer_margin`` are what the two verdicts were given by: the comparison's margin, wider where the
     row's noise asks for it. ``seconds`` is judged; ``wall_seconds`` is from idle to idle, by the wall clock.
     ``modes`` counts how its rounds ran, of those that tell. Set-up, memory and loss are None without a profile.
-    ``break_even_steps`` is infinite where the variant never earns its set-up back, None where it is not clearly faster
-    or slower than eager.
+    ``setup_s`` is with empty caches of compilers, ``warm_setup_s`` with those that an earlier process has filled; None
+    where it was not measured. ``break_even_steps`` and ``warm_break_even_steps`` are infinite where the variant never
+    earns that set-up back, None where it is not clearly faster or slower than eager.
     """
 
     case: Case
@@ -83,7 +87,9 @@ class Row:
     peer_margin: float
     peer_verdict: Verdict | None
     setup_s: float | None
+    warm_setup_s: float | None
     break_even_steps: float | None
+    warm_break_even_steps: float | None
     allocated_bytes: int | None
     reserved_bytes: int | None
     rss_bytes: int | None

@@ -114,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("how thoroughly")
     how.add_argument(
-        "--profile", choices=[name for name in get_args(profiles.Name) if name != "check"], default="quick",
+        "--profile", choices=[name for name in get_args(profiles.Name) if name != "check"],
+        default=profiles.DEFAULT,
         help="quick (the default): the small models at one batch size; sweep: eager, the fastest peers and Kitsune "
         "at all of their batch sizes; full: every model, variant and batch size, which takes much longer",
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 import harness
 import models
-from harness import environment, memory, profiles, variants, workloads
+from harness import caches, environment, memory, profiles, variants, workloads
 from harness.caches import Caches
 from harness.conclusive import is_conclusive
 from harness.context import Context, ContextError
@@ -28,9 +28,11 @@ from harness.measure import (
     ProfileResult,
     RoundJob,
     RoundResult,
+    SetupJob,
     Task,
     measure_profile,
     measure_round,
+    measure_setup,
     median_step_seconds,
     probe,
 )
@@ -113,16 +115,16 @@ class Session:
         }
         if self._context.resume:
             self._earlier = self._read_earlier(found.facts)
-        caches = Caches(self._context.caches, self._context.commit, found.facts)
-        caches.clear()
+        folders = Caches(self._context.caches, self._context.commit, found.facts)
+        folders.clear()
         cases = self._context.cases(device_type)
-        plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, caches))]
+        plan = [(case, tasks) for case in cases if (tasks := self._tasks(case, found, folders))]
         steps = [step for case, tasks in plan for step in self._steps_of(case, tasks, effort)]
         self._steps = len(steps)
         self._progress_file.begin(self._context.commit, steps)
         for case, tasks in plan:
             self._measure_case(case, tasks, effort)
-        caches.clear()
+        folders.clear()
         return self._measured
 
     def _origins(self) -> dict[str, str | None]:
@@ -159,7 +161,7 @@ class Session:
         self._launcher = Launcher("spawn")
         return self._launcher.run(probe, self._context.kitsune_root, timeout_s=_PROBE_SECONDS)
 
-    def _tasks(self, case: Case, found: Probe, caches: Caches) -> tuple[Task, ...]:
+    def _tasks(self, case: Case, found: Probe, folders: Caches) -> tuple[Task, ...]:
         """What is measured of a case; of the other variants the reason is recorded."""
         tasks = []
         missing = workloads.missing(case.model, self._context.own, self._context.workload_root)
@@ -171,7 +173,7 @@ class Session:
             elif left_out is not None:
                 self._leave_out(case, variant.name, "left out", left_out)
             else:
-                tasks.append(Task(variant.name, caches.folder(case.name, variant)))
+                tasks.append(Task(variant.name, folders.folder(case.name, variant)))
         return tuple(tasks)
 
     def _measure_case(self, case: Case, tasks: tuple[Task, ...], effort: profiles.Effort) -> None:
@@ -232,7 +234,7 @@ class Session:
         return earlier(self._store.load(machine, [commit]), commit, self._context.profile, facts)
 
     def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
-        """Measures one variant alone."""
+        """Measures one variant alone, and its set-up once more where the first one has filled its caches."""
         begin = time.monotonic()
         try:
             result = self._launcher.run(
@@ -242,10 +244,24 @@ class Session:
             self._leave_out(case, task.variant, "failed", failure.reason)
             what = f"failed: {failure.reason.splitlines()[0]}"
         else:
-            self._append(**_profile_record(case, task, result))
+            again_s = self._set_up_again(case, task, effort, result)
+            self._append(**_profile_record(case, task, result, again_s))
             _add_profile(self._entry(case, task.variant), result.setup_s, result.peak)
-            what = f"set up in {result.setup_s:.2f} s"
+            what = f"set up in {result.setup_s:.2f} s{'' if again_s is None else f', again in {again_s:.2f} s'}"
         self._progress(Step(case.name, task.variant), f"{task.variant}: {what}", begin)
+
+    def _set_up_again(self, case: Case, task: Task, effort: profiles.Effort, first: ProfileResult) -> float | None:
+        """Seconds of set-up in a process that finds what the first one has left in empty caches; None where that is
+        nothing, or is not to be measured, or the process fails, and the variant with it.
+        """
+        is_wanted = profiles.needs_second_setup(self._context.profile, at_head=self._context.at_head)
+        if not is_wanted or first.caches != "cold" or caches.is_cold(task.caches):
+            return None
+        try:
+            return self._launcher.run(measure_setup, SetupJob(case, task, effort), timeout_s=effort.process_seconds)
+        except ProcessFailed as failure:
+            self._leave_out(case, task.variant, "failed", f"set up again, with filled caches: {failure.reason}")
+            return None
 
     def _divide(self, case: Case, task: Task, effort: profiles.Effort) -> None:
         """Tells the phases of one variant's step apart. If that fails, what was measured of the variant stands."""
@@ -397,7 +413,7 @@ def _case_fields(case: Case) -> dict[str, object]:
     return {"case": case.name, "model": case.model, "batch": case.batch, "device": case.device_type}
 
 
-def _profile_record(case: Case, task: Task, result: ProfileResult) -> dict[str, object]:
+def _profile_record(case: Case, task: Task, result: ProfileResult, again_s: float | None) -> dict[str, object]:
     return {
         "kind": "profile",
         **_case_fields(case),
@@ -405,6 +421,7 @@ def _profile_record(case: Case, task: Task, result: ProfileResult) -> dict[str, 
         "precision": variants.get(task.variant).precision,
         "setup_s": result.setup_s,
         "caches": result.caches,
+        "setup_again_s": again_s,
         "peak_allocated_bytes": result.peak.allocated_bytes,
         "peak_reserved_bytes": result.peak.reserved_bytes,
         "peak_rss_bytes": result.peak.rss_bytes,

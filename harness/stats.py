@@ -15,7 +15,6 @@ The draws come from a generator with a fixed seed: the same samples always give 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,7 +131,7 @@ def ratio_of_medians(medians: Sequence[float], pairs: int) -> Estimate:
     centre = fmean(medians)
     if len(medians) < 2:
         return Estimate(math.exp(centre), 0.0, math.inf, 1, pairs)
-    return _estimate(centre, _resampled(medians, seed=0), len(medians) - 1.0, len(medians), pairs)
+    return _estimate(centre, [medians], len(medians) - 1.0, len(medians), pairs)
 
 
 def compare_ratios(head: Sequence[Pairs], base: Sequence[Pairs]) -> Estimate:
@@ -153,8 +152,7 @@ def compare_ratios(head: Sequence[Pairs], base: Sequence[Pairs]) -> Estimate:
         return Estimate(math.exp(centre), 0.0, math.inf, len(fewer), pairs)
     squares = [variance(medians) / len(medians) for medians in (head_medians, base_medians)]
     freedom = _welch_freedom(squares, [len(head_medians) - 1.0, len(base_medians) - 1.0])
-    deviations = _resampled(head_medians, seed=0) - _resampled(base_medians, seed=1)
-    return _estimate(centre, deviations, freedom, len(fewer), pairs)
+    return _estimate(centre, [head_medians, [-value for value in base_medians]], freedom, len(fewer), pairs)
 
 
 def standing_against_all(estimates: Sequence[Estimate]) -> Estimate:
@@ -299,8 +297,7 @@ def repeat_noise(ratios: Sequence[float]) -> float | None:
     """
     if len(ratios) <= _LEAST_REPEATS:
         return None
-    logs = [math.log(ratio) for ratio in ratios]
-    return _TO_SPREAD * median(abs(after - before) for before, after in itertools.pairwise(logs))
+    return _TO_SPREAD * float(np.median(np.abs(np.diff(np.log(ratios)))))
 
 
 def round_noise(*measurements: Sequence[Pairs]) -> float | None:
@@ -386,28 +383,42 @@ def loss_gap(curve: Curve, baseline: Curve) -> float | None:
     return math.inf if loss is None else (loss - last) / (first - last)
 
 
-def _estimate(centre: float, deviations: npt.NDArray[np.float64], freedom: float, rounds: int, pairs: int) -> Estimate:
-    """An estimate whose interval are the quantiles of the deviations of resampled means from the mean."""
+def _estimate(centre: float, samples: Sequence[Sequence[float]], freedom: float, rounds: int, pairs: int) -> Estimate:
+    """An estimate whose interval are the quantiles of how far the sum of the samples' means is off in resamples.
+
+    Args:
+        samples: independent of one another, each of two values or more.
+    """
+    shares, counts = _resamples(tuple(map(len, samples)))
+    deviations = shares @ np.concatenate([_centred(values) for values in samples])
+    ascending = deviations.argsort()
+    reached = counts[ascending].cumsum()
     tail = (1 - CONFIDENCE) / 2
     stretch = _t_quantile(freedom) / NormalDist().inv_cdf(1 - tail)
-    low, high = (float(bound) for bound in np.quantile(deviations, (tail, 1 - tail), method="inverted_cdf"))
+    low, high = deviations[ascending[reached.searchsorted((tail * _RESAMPLES, (1 - tail) * _RESAMPLES))]].tolist()
     bounds = math.exp(centre + stretch * min(0.0, low)), math.exp(centre + stretch * max(0.0, high))
     return Estimate(math.exp(centre), *bounds, rounds, pairs, freedom)
 
 
-def _resampled(values: Sequence[float], seed: int) -> npt.NDArray[np.float64]:
-    """Deviations of the means of resamples from the mean, with the variance that means of new samples would have."""
-    centred = np.asarray(values) - fmean(values)
-    deviations: npt.NDArray[np.float64] = _shares(len(values), seed) @ centred
-    return deviations * math.sqrt(len(values) / (len(values) - 1))
+def _centred(values: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Deviations from the mean, so wide that means of resamples have the variance that means of new samples would."""
+    stretched: npt.NDArray[np.float64] = (np.asarray(values) - fmean(values)) * math.sqrt(
+        len(values) / (len(values) - 1)
+    )
+    return stretched
 
 
 @lru_cache(maxsize=64)
-def _shares(size: int, seed: int) -> npt.NDArray[np.float64]:
-    """For each resample the share that each of so many values has in it."""
-    drawn = np.random.default_rng((size, seed)).integers(size, size=(_RESAMPLES, size))
-    counts = np.stack([(drawn == index).sum(axis=1) for index in range(size)], axis=1)
-    return counts / size
+def _resamples(sizes: tuple[int, ...]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """The different resamples of independent samples of these sizes: for each the share that every value of the first
+    has in it, of the second, and so on; and how many times it was drawn. Of few values there are few: ten of three.
+    """
+    drawn = [
+        np.random.default_rng((size, seed)).integers(size, size=(_RESAMPLES, size)) for seed, size in enumerate(sizes)
+    ]
+    counts = [(of_one == index).sum(axis=1) for of_one, size in zip(drawn, sizes, strict=True) for index in range(size)]
+    different, times = np.unique(np.stack(counts, axis=1), axis=0, return_counts=True)
+    return different / np.repeat(sizes, sizes), times
 
 
 def _welch_freedom(squares: Sequence[float], freedoms: Sequence[float]) -> float:

@@ -90,7 +90,7 @@ def compare_step(
     for name in names:
         if name in unavailable:
             raise StepError(f"{name} cannot run here: {unavailable[name]}")
-    effort = replace(profiles.effort("quick", device_type), rounds=rounds)
+    effort = replace(profiles.effort(profiles.DEFAULT, device_type), rounds=rounds)
     tasks = tuple(Task(variants.get(name).name) for name in names)
     results = []
     for number in range(rounds):

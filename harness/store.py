@@ -24,9 +24,11 @@ from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from harness import memory_timeline, phases, plan_fields, profiles, records, replay_plans
 from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
+from harness.parallel import mapped
 from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
 from harness.whole_files import write_whole
@@ -50,6 +52,8 @@ _ASV_S_BENCHMARKS = "benchmarks.json"
 _ASV_S_MACHINE = "machine.json"
 _OPEN_FILES = 8
 """How many commits' samples a history keeps in memory."""
+MANY_BYTES = 5 << 20
+"""So many bytes of samples take longer to read, about a quarter of a second, than it takes to start processes."""
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -240,9 +244,7 @@ class Store:
             known = ", ".join(self.machines()) or "none yet"
             raise ResultsError(folder, f"holds no samples; machines with results: {known}")
         wanted = None if commits is None else set(commits)
-        catalogue = Catalogue(folder / FOLDER / "runs.index", _reader_digest())
         damage: list[Damage] = []
-        runs: dict[str, tuple[Run, ...]] = {}
         stamps: dict[str, Stamp] = {}
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
             commit = path.name[: -len(_SUFFIX)]
@@ -250,16 +252,15 @@ class Store:
                 damage.append(Damage(path, None, "the name does not begin with a full commit hash"))
                 continue
             try:
-                at = stamp(path)
-                found, problems = _contents(path, commit, at, catalogue)
+                stamps[commit] = stamp(path)
             except OSError as error:
-                found, problems = (), [Damage(path, None, f"cannot be read ({error.strerror})")]
-            if wanted is not None and commit not in wanted:
-                continue
-            damage += problems
-            if found:
-                runs[commit], stamps[commit] = found, at
-        catalogue.save()
+                damage.append(_unreadable(path, error))
+        runs: dict[str, tuple[Run, ...]] = {}
+        for commit, outline in _outlines(folder, stamps).items():
+            if wanted is None or commit in wanted:
+                damage += outline.damage
+                if outline.runs:
+                    runs[commit] = outline.runs
         damage += self._damage_of_asv_s(machine)
         ordered = self._ordered(runs)
         runs = {commit: runs[commit] for commit in ordered}
@@ -380,18 +381,56 @@ def _finite_or_none(entry: object) -> object:
     return entry
 
 
-def _contents(path: Path, commit: str, at: Stamp, catalogue: Catalogue) -> tuple[tuple[Run, ...], list[Damage]]:
-    """The runs in a file and what is damaged in it, from the catalogue where it has them."""
-    entry = catalogue.find(path.name, at)
-    if isinstance(entry, dict):
-        known = [parse_record(fields) for fields in entry["runs"]]
-        return tuple(run for run in known if isinstance(run, Run)), [Damage(path, *one) for one in entry["damage"]]
-    measured, damage = _read(path, commit)
+@dataclass(frozen=True)
+class _Outline:
+    """What is known of a file without its samples. It is not kept where the file could not be read."""
+
+    runs: tuple[Run, ...]
+    damage: tuple[Damage, ...]
+    is_kept: bool = True
+
+
+def _outlines(folder: Path, stamps: Mapping[str, Stamp]) -> dict[str, _Outline]:
+    """Those of commits, from the catalogue where it has them: to make them, all samples must be looked at."""
+    catalogue = Catalogue(folder / FOLDER / "runs.index", _reader_digest())
+    paths = {commit: folder / f"{commit}{_SUFFIX}" for commit in stamps}
+    entries = {commit: catalogue.find(paths[commit].name, at) for commit, at in stamps.items()}
+    known = {commit: _decoded(entry, paths[commit]) for commit, entry in entries.items() if isinstance(entry, dict)}
+    missing = [commit for commit in stamps if commit not in known]
+    are_many = sum(stamps[commit][0] for commit in missing) >= MANY_BYTES
+    made = mapped(lambda commit: _outline(paths[commit], commit), missing, is_long=are_many)
+    for commit, outline in zip(missing, made, strict=True):
+        known[commit] = outline
+        if outline.is_kept:
+            catalogue.add(paths[commit].name, stamps[commit], _entry(outline))
+    catalogue.save()
+    return {commit: known[commit] for commit in stamps}
+
+
+def _outline(path: Path, commit: str) -> _Outline:
+    try:
+        measured, damage = _read(path, commit)
+    except OSError as error:
+        return _Outline((), (_unreadable(path, error),), is_kept=False)
+    return _Outline(measured.runs, tuple(damage))
+
+
+def _entry(outline: _Outline) -> dict[str, object]:
+    """An outline as the catalogue keeps it."""
     fields = [
-        {**asdict(run), "kind": "run", "schema": SCHEMA, "started": run.started.isoformat()} for run in measured.runs
+        {**asdict(run), "kind": "run", "schema": SCHEMA, "started": run.started.isoformat()} for run in outline.runs
     ]
-    catalogue.add(path.name, at, {"runs": fields, "damage": [(entry.line, entry.problem) for entry in damage]})
-    return measured.runs, damage
+    return {"runs": fields, "damage": [(entry.line, entry.problem) for entry in outline.damage]}
+
+
+def _decoded(entry: Mapping[str, list[Any]], path: Path) -> _Outline:
+    known = [parse_record(fields) for fields in entry["runs"]]
+    damage = tuple(Damage(path, *one) for one in entry["damage"])
+    return _Outline(tuple(run for run in known if isinstance(run, Run)), damage)
+
+
+def _unreadable(path: Path, error: OSError) -> Damage:
+    return Damage(path, None, f"cannot be read ({error.strerror})")
 
 
 def reader_modules() -> tuple[ModuleType, ...]:
@@ -438,7 +477,7 @@ def _problem_of_json(path: Path) -> str | None:
 
 def _parsed(line: bytes, commit: str) -> Record:
     try:
-        record = parse_record(json.loads(line, parse_constant=_refuse_constant))
+        record = parse_record(_DECODER.decode(line.decode()))
     except RecordError:
         raise
     except (ValueError, RecursionError) as error:
@@ -450,6 +489,9 @@ def _parsed(line: bytes, commit: str) -> Record:
 
 def _refuse_constant(name: str) -> None:
     raise RecordError(f"{name} is not a finite number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _measured(path: Path, numbered: Sequence[tuple[int, Record]], damage: list[Damage]) -> _Measured:

@@ -12,6 +12,7 @@ from harness.names import is_diagnostic, is_kitsune, label
 from harness.rows import SHOWN_POINTS, Commit, Comparison, Contrast, EnvironmentChange, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
+from harness.store import Damage
 from harness.variants import VARIANTS
 
 
@@ -134,8 +135,20 @@ def variant_table(comparison: Comparison) -> Table:
         ),
         Column("peer verdict", "the same judgement against the best peer", only=Medium.TEXT),
         Column("memory", "peak bytes allocated to tensors and reserved; on a CPU, peak resident memory", numeric=True),
-        Column("set-up", "seconds before the first fast step: compiling, capturing", numeric=True, only=Medium.PAGE),
-        Column("break-even", "steps after which set-up is earned back against eager", numeric=True, only=Medium.PAGE),
+        Column(
+            "set-up",
+            "seconds before the first fast step: compiling, capturing; with empty caches",
+            numeric=True,
+            only=Medium.PAGE,
+        ),
+        Column("break-even", "steps after which that is earned back against eager", numeric=True, only=Medium.PAGE),
+        Column(
+            "set-up, warm",
+            "the same in a process that finds what an earlier one has left in the caches",
+            numeric=True,
+            only=Medium.PAGE,
+        ),
+        Column("break-even, warm", "steps after which that is earned back", numeric=True, only=Medium.PAGE),
         Column("loss", "distance from eager fp32 in loss, as a share of its progress", numeric=True),
     )
     best_peers = {(row.case, row.best_peer) for row in comparison.rows}
@@ -254,7 +267,7 @@ def skip_table(comparison: Comparison) -> Table:
     return Table(columns, tuple(rows))
 
 
-def damage_table(comparison: Comparison) -> Table:
+def damage_table(damage: Sequence[Damage]) -> Table:
     """What could not be read, one row for each file: how much of it, and the first problem."""
     columns = (
         Column("file", "the damaged file"),
@@ -262,7 +275,7 @@ def damage_table(comparison: Comparison) -> Table:
         Column("first problem", "where the trouble begins"),
     )
     files: dict[str, list[tuple[int | None, str]]] = {}
-    for entry in comparison.damage:
+    for entry in damage:
         files.setdefault(str(entry.path), []).append((entry.line, entry.problem))
     rows = [(Cell(path), *_damage_cells(problems)) for path, problems in files.items()]
     return Table(columns, tuple(rows))
@@ -466,6 +479,8 @@ def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
         Cell(formats.size(memory), memory, detail=_memory_detail(row)),
         Cell(formats.seconds(row.setup_s), row.setup_s),
         Cell(formats.steps(row.break_even_steps), row.break_even_steps),
+        Cell(formats.seconds(row.warm_setup_s), row.warm_setup_s),
+        Cell(formats.steps(row.warm_break_even_steps), row.warm_break_even_steps),
         Cell(formats.loss(row.loss_gap, row.parity), row.loss_gap, _PARITY_TONES[row.parity]),
     )
 

@@ -86,6 +86,7 @@ function redraw() {
 }
 
 function drawAll() {
+  for (const fold of document.querySelectorAll(".fold")) fold.open = true;
   for (const chart of document.querySelectorAll(".chart")) {
     if (!drawn.has(chart) && chart.offsetParent !== null) draw(chart);
   }

@@ -10,27 +10,33 @@ from html import escape
 from harness import render
 from harness.report.packing import compact, packed
 from harness.rows import Comparison
-from harness.stats import Estimate
 
 
 @dataclass(frozen=True)
-class _File:
+class File:
+    """A file of JSON: its name without an ending, what it holds, and that."""
+
     name: str
     meaning: str
     content: str
 
 
 def downloads(comparison: Comparison) -> str:
+    """The files of a comparison of commits."""
+    return links(_files(comparison))
+
+
+def links(files: Sequence[File]) -> str:
     """A list of links, each of which saves a file."""
-    return f"<ul>{''.join(map(_link, _files(comparison)))}</ul>"
+    return f"<ul>{''.join(map(_link, files))}</ul>"
 
 
-def _files(comparison: Comparison) -> Sequence[_File]:
+def _files(comparison: Comparison) -> Sequence[File]:
     document = json.loads(render.json_document(comparison))
     return (
-        _File("comparison", "all rows, changes and verdicts, as --json writes them", compact(document)),
-        _File("samples", "seconds per step of every block of every round at the newer commit", _samples(comparison)),
-        _File(
+        File("comparison", "all rows, changes and verdicts, as --json writes them", compact(document)),
+        File("samples", "seconds per step of every block of every round at the newer commit", _samples(comparison)),
+        File(
             "history", "time over its control's, with its interval, and seconds at every commit", _history(comparison)
         ),
     )
@@ -49,22 +55,18 @@ def _history(comparison: Comparison) -> str:
                 "case": vars(series.case),
                 "variant": series.variant,
                 "control": series.control,
-                "points": [
-                    {"commit": point.commit.sha, **_bounds(point.ratio), "seconds": point.seconds}
-                    for point in series.recent
-                ],
+                "commits": [point.commit.sha for point in series.recent],
+                "ratio": [point.ratio.ratio for point in series.recent],
+                "low": [point.ratio.low if point.ratio.has_interval else None for point in series.recent],
+                "high": [point.ratio.high if point.ratio.has_interval else None for point in series.recent],
+                "seconds": [point.seconds for point in series.recent],
             }
             for series in comparison.history
         ]
     )
 
 
-def _bounds(ratio: Estimate) -> dict[str, float | None]:
-    low, high = (ratio.low, ratio.high) if ratio.has_interval else (None, None)
-    return {"ratio": ratio.ratio, "low": low, "high": high}
-
-
-def _link(file: _File) -> str:
+def _link(file: File) -> str:
     address = f"data:application/gzip;base64,{packed(file.content)}"
     return (
         f'<li><a download="{file.name}.json.gz" href="{address}">{file.name}.json.gz</a>: {escape(file.meaning)}</li>'

@@ -16,7 +16,14 @@ from harness.stats import Estimate
 
 _SHARE_FOR_TEXT = 0.44
 _SHARE_FOR_DEVICE_MEMORY = 0.54
+_SHARE_FOR_SETUPS = 0.64
 """How much of a bar chart's width is kept for what is written at the bars' ends."""
+
+_DRAWN_DIGITS, _TOLD_DIGITS = 4, 3
+"""How many digits of a history can be seen, drawn and in words: a long one is much of the page."""
+
+_FAINT = 0.3
+"""The opacity of a bar behind the one that counts."""
 
 _MOST_COMMITS, _MOST_COMMITS_IF_NARROW = 6, 3
 """How many commits a history's axis names."""
@@ -76,9 +83,11 @@ def memory(comparison: Comparison) -> list[Figure]:
         on_device = [row for row in rows if row.allocated_bytes is not None]
         resident = [row for row in rows if row.rss_bytes is not None]
         if on_device:
-            reserved = _bars(on_device, lambda row: row.reserved_bytes, _device_memory, faint=True)
+            reserved = _bars(on_device, lambda row: row.reserved_bytes, _device_memory, faint=lambda row: True)
             allocated = _bars(on_device, lambda row: row.allocated_bytes, None)
-            figures.append(_device_memory_chart(f"memory-{index}", case, on_device, [reserved, allocated]))
+            figures.append(
+                _long_label_chart(f"memory-{index}", case, on_device, [reserved, allocated], _SHARE_FOR_DEVICE_MEMORY)
+            )
         elif resident:
             bars = _bars(resident, lambda row: row.rss_bytes, lambda row: formats.size(row.rss_bytes))
             figures.append(_bar_chart(f"memory-{index}", case, resident, [bars]))
@@ -86,13 +95,19 @@ def memory(comparison: Comparison) -> list[Figure]:
 
 
 def setups(comparison: Comparison) -> list[Figure]:
-    """Bars for each case: seconds of set-up, labelled with the steps after which they are earned back."""
+    """Bars for each case: seconds of set-up, labelled with the steps after which they are earned back; of those with
+    empty caches the paler ones, where both were measured.
+    """
     figures = []
     for index, case in enumerate(comparison.cases):
-        rows = [row for row in comparison.compared_rows_of(case) if row.setup_s is not None]
+        rows = [row for row in comparison.compared_rows_of(case) if {row.setup_s, row.warm_setup_s} != {None}]
         if rows:
-            bars = _bars(rows, lambda row: row.setup_s, _setup_and_break_even)
-            figures.append(_bar_chart(f"setup-{index}", case, rows, [bars]))
+            cold = _bars(rows, _first_setup, _setup_and_break_even, faint=lambda row: row.warm_setup_s is not None)
+            warm = _bars(rows, lambda row: row.warm_setup_s, None)
+            if all(row.warm_setup_s is None for row in rows):
+                figures.append(_bar_chart(f"setup-{index}", case, rows, [cold]))
+            else:
+                figures.append(_long_label_chart(f"setup-{index}", case, rows, [cold, warm], _SHARE_FOR_SETUPS))
     return figures
 
 
@@ -191,9 +206,11 @@ def _bar_chart(
     return Figure(name, case, traces, style.height(variants, layout), bars, names)
 
 
-def _device_memory_chart(name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec]) -> Figure:
+def _long_label_chart(
+    name: str, case: Case, rows: Sequence[Row], traces: Sequence[Spec], share_for_text: float
+) -> Figure:
     """A chart of bars whose names stand above them at any width: what is written at their ends needs the room."""
-    chart = _bar_chart(name, case, rows, [], _SHARE_FOR_DEVICE_MEMORY)
+    chart = _bar_chart(name, case, rows, [], share_for_text)
     layout = style.changed(chart.layout, chart.narrow_layout)
     return Figure(name, case, [{**trace, **chart.narrow_trace} for trace in traces], layout)
 
@@ -203,14 +220,15 @@ def _bars(
     value: Callable[[Row], float | None],
     written: Callable[[Row], str] | None,
     *,
-    faint: bool = False,
+    faint: Callable[[Row], bool] = lambda row: False,
 ) -> Spec:
     """Horizontal bars, one a row, with what ``written`` gives at their ends."""
     texts = [] if written is None else [written(row) for row in rows]
+    opacities = [_FAINT if faint(row) else 1 for row in rows]
     return {
         "type": "bar", "orientation": "h", "x": [value(row) for row in rows],
         "y": [style.variant_name(row.variant) for row in rows], "width": 0.66, "hoverinfo": "skip",
-        "marker": {"color": [style.colour(row.variant) for row in rows], "opacity": 0.3 if faint else 1},
+        "marker": {"color": [style.colour(row.variant) for row in rows], "opacity": opacities},
         "text": texts, "textposition": "outside", "textangle": 0, "cliponaxis": False,
         "textfont": {"size": 11, "color": style.INK},
     }  # fmt: skip
@@ -222,29 +240,54 @@ def _device_memory(row: Row) -> str:
     return f"{formats.size(row.allocated_bytes)} ({formats.size(row.reserved_bytes)}{share})"
 
 
+def _first_setup(row: Row) -> float | None:
+    """The longer bar of both: where only the set-up with warm caches is known, that."""
+    return row.warm_setup_s if row.setup_s is None else row.setup_s
+
+
 def _setup_and_break_even(row: Row) -> str:
-    if row.break_even_steps is None:
-        return formats.seconds(row.setup_s)
-    steps = formats.steps(row.break_even_steps)
-    return f"{formats.seconds(row.setup_s)}, {steps if math.isinf(row.break_even_steps) else f'{steps} steps'}"
+    """Both set-ups, the one with warm caches in brackets; shortly, as a phone is narrow."""
+    steps = "" if row.break_even_steps in (None, math.inf) else " steps"
+    cold = None if row.setup_s is None else _earned_back(row.setup_s, row.break_even_steps) + steps
+    warm = None if row.warm_setup_s is None else f"({_earned_back(row.warm_setup_s, row.warm_break_even_steps)})"
+    return " ".join(filter(None, (cold, warm)))
+
+
+def _earned_back(setup_s: float, steps: float | None) -> str:
+    return formats.seconds(setup_s) + ("" if steps is None else f", {formats.steps(steps)}")
 
 
 def _line(series: Series) -> Spec:
     speedups = [point.ratio.inverted() for point in series.recent]
     name = style.variant_name(series.variant)
-    hovers = [
-        f"<b>{name}</b><br>{style.shown(formats.commit(point.commit))}<br>"
-        f"{formats.ratio_with_interval(speedup)} × as fast as {label(series.control)}<br>"
-        f"{formats.seconds(point.seconds)} per step"
-        for point, speedup in zip(series.recent, speedups, strict=True)
-    ]
+    interval = {True: " [%{customdata[0]:.3r}, %{customdata[1]:.3r}]", False: " (one round)"}
+    hovers = {
+        known: f"<b>{name}</b><br>%{{text}}<br>%{{y:.3r}}{words} × as fast as {label(series.control)}<br>"
+        "%{customdata[2]:.3s}s per step<extra></extra>"
+        for known, words in interval.items()
+    }
     return {
         "type": "scatter", "mode": "lines+markers",
-        "x": [point.commit.short for point in series.recent], "y": [speedup.ratio for speedup in speedups],
+        "x": [point.commit.short for point in series.recent],
+        "y": _rounded([speedup.ratio for speedup in speedups], _DRAWN_DIGITS),
         "line": {"color": style.colour(series.variant), "width": 2, "dash": style.dash(series.variant)},
         "marker": {"size": 8 if len(speedups) <= _FEW_POINTS else 4, "symbol": style.symbol(series.variant)},
-        "hoverinfo": "text", "hovertext": hovers,
+        "text": [style.shown(formats.commit(point.commit)) for point in series.recent],
+        "customdata": [
+            _rounded([*_bounds(speedup), point.seconds], _TOLD_DIGITS)
+            for point, speedup in zip(series.recent, speedups, strict=True)
+        ],
+        "hovertemplate": hovers[True] if all(speedup.has_interval for speedup in speedups)
+        else [hovers[speedup.has_interval] for speedup in speedups],
     }  # fmt: skip
+
+
+def _bounds(estimate: Estimate) -> tuple[float | None, float | None]:
+    return (estimate.low, estimate.high) if estimate.has_interval else (None, None)
+
+
+def _rounded(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else float(f"{value:.{digits}g}") for value in values]
 
 
 def _change_lines(members: Iterable[Series], shown: Sequence[Commit]) -> list[Spec]:
@@ -293,7 +336,9 @@ def _band(series: Series) -> Spec:
     return {
         "type": "scatter", "mode": "none", "fill": "toself",
         "x": [commit for commit, _ in bounded] + [commit for commit, _ in reversed(bounded)],
-        "y": [speedup.high for _, speedup in bounded] + [speedup.low for _, speedup in reversed(bounded)],
+        "y": _rounded(
+            [speedup.high for _, speedup in bounded] + [speedup.low for _, speedup in reversed(bounded)], _DRAWN_DIGITS
+        ),
         "fillcolor": style.colour(series.variant), "opacity": 0.2, "hoverinfo": "skip",
     }  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from harness import formats, render, tables
@@ -11,34 +12,51 @@ from harness.rows import Comparison, Tally
 from harness.stats import Verdict
 
 
-def header(comparison: Comparison, sections: Sequence[tuple[str, str]]) -> str:
-    """The outcome, the facts, and a bar with links to the sections and the choice of a model.
-
-    Args:
-        sections: their identifiers, each with the text of its link.
+@dataclass(frozen=True)
+class Header:
+    """The outcome in a sentence and whether it is a bad one, facts as HTML by their names, and the models to choose
+    from.
     """
+
+    outcome: str
+    is_bad: bool
+    facts: Mapping[str, str]
+    models: Collection[str]
+
+
+def top(comparison: Comparison) -> Header:
+    """What stands above a comparison of commits."""
     facts = {"Machine": escape(f"{comparison.machine}: {formats.machine(comparison.facts)}")}
     facts["Commit"] = markup.commit(comparison.head)
     if comparison.base is not None:
         earlier = comparison.base == comparison.head
         facts["Against"] = "earlier runs of the same commit" if earlier else markup.commit(comparison.base)
     facts["Measured"] = f"{comparison.head.measured:%Y-%m-%d %H:%M} UTC"
-    tone = "bad" if comparison.regressions else "good"
+    cases = [*comparison.cases, *(series.case for series in comparison.history)]
+    models = dict.fromkeys(case.model for case in cases)
+    return Header(render.verdict_line(comparison), comparison.regressions > 0, facts, models)
+
+
+def header(above: Header, sections: Sequence[tuple[str, str]]) -> str:
+    """The outcome, the facts, and a bar with links to the sections and the choice of a model.
+
+    Args:
+        sections: their identifiers, each with the text of its link.
+    """
     links = "".join(f'<a href="#{anchor}">{escape(text)}</a>' for anchor, text in sections)
-    listed = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in facts.items())
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in above.facts.items())
     return "\n".join(
         (
             "<h1>Kitsune benchmarks</h1>",
-            f'<p class="outcome {tone}">{escape(render.verdict_line(comparison))}</p>',
+            f'<p class="outcome {"bad" if above.is_bad else "good"}">{escape(above.outcome)}</p>',
             f'<dl class="facts">{listed}</dl>',
-            f'<nav aria-label="Sections">{_model_picker(comparison)}{links}</nav>',
+            f'<nav aria-label="Sections">{_model_picker(above.models)}{links}</nav>',
         )
     )
 
 
-def _model_picker(comparison: Comparison) -> str:
+def _model_picker(names: Collection[str]) -> str:
     """A choice that everything on the page follows; nothing where there is no choice."""
-    names = dict.fromkeys(case.model for case in [*comparison.cases, *(series.case for series in comparison.history)])
     if len(names) < 2:
         return ""
     choices = "".join(f'<option value="{escape(name)}">{escape(name)}</option>' for name in names)

@@ -11,7 +11,7 @@ from html import escape
 from harness import formats
 from harness.names import label
 from harness.report import markup, style
-from harness.rows import Commit, Comparison, Series
+from harness.rows import LISTED_POINTS, Commit, Comparison, Series
 
 
 def history_tables(comparison: Comparison) -> str:
@@ -34,7 +34,10 @@ def _named(commit: Commit) -> str:
 
 def _table(members: Sequence[Series], commits: Sequence[Commit]) -> str:
     values = [
-        {point.commit.sha: formats.ratio_with_interval(point.ratio.inverted()) for point in series.recent}
+        {
+            point.commit.sha: formats.ratio_with_interval(point.ratio.inverted())
+            for point in series.recent[-LISTED_POINTS:]
+        }
         for series in members
     ]
     headings = "".join(

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from harness import formats
 from harness.rows import Commit
 from harness.selection import Case
-from harness.tables import Cell, Column, Medium, Subject, Table
+from harness.tables import Cell, Column, Medium, Subject, Table, Tone
 
 _HARMLESS = re.compile(r"(?i:https?)://[!-~]+|[A-Za-z0-9._~%/-]+")
 
@@ -36,7 +36,7 @@ def table(whole: Table, *, anchor: str | None = None, commands: Commands | None 
     rows = "".join(
         f"<tr{_about(subject, anchor)}>"
         f"{''.join(_cell(cell, column) for cell, column in zip(row, shown.columns, strict=True))}"
-        f"{'' if commands is None else _again(subject, anchor, commands)}</tr>"
+        f"{'' if commands is None else _again(subject, anchor, commands)}"
         for row, subject in zip(shown.rows, subjects, strict=True)
     )
     return (
@@ -86,11 +86,11 @@ def _about(subject: Subject | None, anchor: str | None) -> str:
 def _again(subject: Subject | None, anchor: str | None, commands: Commands) -> str:
     known = None if subject is None else commands.get((subject.case, subject.variant))
     if subject is None or known is None:
-        return '<td class="again"></td>'
+        return '<td class="again">'
     # A fragment is decoded once before it is compared with identifiers, whose percent signs are meant.
     link = f"#{quote(identifier(anchor, subject))}" if anchor is not None else ""
     row = f'<a href="{escape(link)}" title="link to this row">#</a>' if link else ""
-    return f'<td class="again">{row}<details><summary title="the command">show</summary>{command(known)}</details></td>'
+    return f'<td class="again">{row}<details><summary title="the command">show</summary>{command(known)}</details>'
 
 
 def _heading(column: Column) -> str:
@@ -99,9 +99,12 @@ def _heading(column: Column) -> str:
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    classes = " ".join(filter(None, ("numeric" if column.numeric else "", cell.tone.value)))
-    key = "" if cell.key is None else f' data-key="{cell.key:.9g}"'
+    """As little HTML as it can be: there may be tens of thousands."""
+    tone = "" if cell.tone is Tone.PLAIN else cell.tone.value
+    classes = " ".join(filter(None, ("numeric" if column.numeric else "", tone)))
+    kind = f' class="{classes}"' if classes else ""
+    key = "" if cell.key is None else f' data-key="{cell.key:.6g}"'
     detail = "" if cell.detail is None else f"<small>{escape(cell.detail)}</small>"
     title = "" if cell.words is None else f' title="{escape(cell.text)}"'
     shown = escape(cell.words or cell.text) if cell.link is None else linked(cell.words or cell.text, cell.link)
-    return f'<td class="{classes}"{key}{title}><span>{shown}</span>{detail}</td>'
+    return f"<td{kind}{key}{title}><span>{shown}</span>{detail}"

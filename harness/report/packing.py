@@ -6,7 +6,7 @@ import gzip
 import json
 from base64 import b64encode
 
-_DIGITS = 6
+_DIGITS = 5
 """How many digits of a number are kept: more than any measurement has, and a page has many numbers."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
@@ -11,35 +10,15 @@ from string import Template
 from harness import batch_tables, curve_tables, memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
-from harness.report import batch_figures, figures, markup, memory_figures, sample_figures, step_figures, style
+from harness.report import batch_figures, figures, markup, memory_figures, sample_figures, step_figures
+from harness.report.document import Section, asset, card, cards, document
 from harness.report.downloads import downloads
 from harness.report.figures import Figure
 from harness.report.fusion_cards import fusion_cards
-from harness.report.header import header, summary
+from harness.report.header import summary, top
 from harness.report.history_tables import history_tables
-from harness.report.packing import compact, packed
 from harness.report.regression_list import regression_list
-from harness.rows import SHOWN_POINTS, Comparison
-
-_FOLDER = Path(__file__).resolve().parent
-_SCRIPTS = ("charts.js", "tables.js", "views.js")
-
-
-class ReportError(Exception):
-    """The report cannot be made. The message says what to do."""
-
-
-@dataclass(frozen=True)
-class _Section:
-    link: str
-    title: str
-    intro: str
-    body: str
-
-    @property
-    def anchor(self) -> str:
-        """The identifier that links lead to."""
-        return self.link.lower().replace(" ", "-")
+from harness.rows import LISTED_POINTS, SHOWN_POINTS, Comparison
 
 
 def html_page(comparison: Comparison, beside: Path | None = None) -> str:
@@ -66,53 +45,49 @@ def html_page(comparison: Comparison, beside: Path | None = None) -> str:
         "drift": sample_figures.drifts(comparison),
         "loss": figures.losses(comparison),
     }
-    sections = [section for section in _sections(comparison, charts, beside) if section.body]
-    return Template(_asset("page.html")).substitute(
-        title=escape(f"Kitsune benchmarks: {comparison.machine}, {comparison.head.short}"),
-        style=_asset("page.css"),
-        header=header(comparison, [(section.anchor, section.link) for section in sections]),
-        sections="\n".join(_section(section) for section in sections),
-        dark=compact(style.DARK),
-        figures=packed(compact([figure.drawing() for group in charts.values() for figure in group])),
-        plotly=packed(_plotly_script()),
-        script="\n".join(map(_asset, _SCRIPTS)),
+    return document(
+        f"Kitsune benchmarks: {comparison.machine}, {comparison.head.short}",
+        top(comparison),
+        _sections(comparison, charts, beside),
+        [figure for group in charts.values() for figure in group],
     )
 
 
-def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], beside: Path | None) -> list[_Section]:
+def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], beside: Path | None) -> list[Section]:
     """All sections in order; those without a body have nothing to say and are left out."""
     commands = comparison.commands()
     return [
-        _Section("Summary", "Summary", "", summary(comparison)),
-        _Section(
+        Section("Summary", "Summary", "", summary(comparison), folds=False),
+        Section(
             "Regressions",
             "Regressions",
             "What became worse: between the two commits by more than its margin (shaded; the bar is the 95% interval),"
             " and, over the history, to a level that lasted. Each with the command that measures it again.",
             _regressions(comparison),
+            folds=False,
         ),
-        _Section(
+        Section(
             "Changes",
             "Commit against commit",
             "Kitsune's time as a multiple of that of a peer in the same processes, the control, at the older and the"
             " newer commit, and its change: above 0 is slower.",
             _changes(comparison, comparison.commands_since_base()),
         ),
-        _Section(
+        Section(
             "Variants",
             "All variants",
             "Click a heading to sort. Kitsune's rows are coloured, and grey where something is switched off to tell"
             " what that contributes; * marks the best peer of its precision.",
             markup.table(tables.variant_table(comparison), anchor="row", commands=commands),
         ),
-        _Section(
+        Section(
             "Speed-up",
             "Speed-up over eager",
             "Eager in the same precision is the line at 1×, the margin is shaded, bars are 95% intervals. The axis is"
             " logarithmic. Hollow marks rest on a single round.",
-            _charts(charts["speedup"]),
+            cards(charts["speedup"]),
         ),
-        _Section(
+        Section(
             "Batch sweep",
             "Speed-up over batch sizes",
             "How many times as fast Kitsune is as eager, and as the best peer of each size, where a model was measured"
@@ -121,7 +96,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             " size from which on no interval lies above 1 any more.",
             _batch_sweep(comparison, charts["sweep"]),
         ),
-        _Section(
+        Section(
             "Memory",
             "Peak memory",
             "Bytes allocated to tensors and, in brackets and paler, reserved by PyTorch's allocator, with the share of"
@@ -129,13 +104,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             " allocated over one steady step, by the time at which the host asks for them.",
             _memory(comparison, charts["memory"], charts["allocation"]),
         ),
-        _Section(
+        Section(
             "Set-up",
             "Set-up and break-even",
-            "Seconds before the first step at full speed, and after how many steps they are earned back against eager.",
-            _charts(charts["setup"]),
+            "Seconds before the first step at full speed, and after how many steps they are earned back against eager:"
+            " with empty caches of compilers, paler, and with those that a process before it has filled, in brackets."
+            " What compiles nothing has one set-up.",
+            cards(charts["setup"]),
         ),
-        _Section(
+        Section(
             "Contributions",
             "What each optimization contributes",
             "The time of a step with one optimization after the other: as it is, with forward and backward captured"
@@ -146,7 +123,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             " process, so that it may differ from the ratio of the bars.",
             _explained(charts["contribution"], markup.table(step_tables.contribution_table(comparison))),
         ),
-        _Section(
+        Section(
             "Phases",
             "Phases of a step",
             "What the time of a step goes to, by torch.profiler, in a process of its own. On a GPU it is the device's"
@@ -155,14 +132,14 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             " Profiling makes the host slower: shares tell more than times, and gaps are wider than without it.",
             _phases(comparison, charts["phases"], beside),
         ),
-        _Section(
+        Section(
             "Fusion",
             "What was fused",
             "Parts of the step that were replaced by fused operators, by template: how long one takes before and after,"
             " by itself on the device, and what all of them win. The step may gain less or more than their sum.",
             fusion_cards(comparison.fusions),
         ),
-        _Section(
+        Section(
             "Batch sizes",
             "Streams over batch sizes",
             "TrainStep with the streams that it chooses by measurement against the same step in order on one stream,"
@@ -172,7 +149,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             " sides ran the very same plan in all rounds, the difference is noise.",
             _stream_gains(comparison, charts["batches"]),
         ),
-        _Section(
+        Section(
             "Streams",
             "Streams",
             "What runs when within a step: a bar is an operator, coloured by its kind, in the row of its stream; paler"
@@ -183,56 +160,57 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             " something switched off are in the table alone.",
             _streams(comparison, charts["streams"]),
         ),
-        _Section(
+        Section(
             "History",
             "History",
             "Kitsune's speed-up over the step captured by hand, which hosts hardly change (over eager where that is"
             f" missing), at the last {SHOWN_POINTS} measured commits, oldest first, with its 95% interval. Solid lines"
             " are fp32, dashed ones amp. Where a dotted line stands, a level changed for three commits or more; a grey"
-            " one of long dashes is a change of the environment. All of them are listed below.",
+            " one of long dashes is a change of the environment. All of them are listed below, and the numbers of the"
+            f" last {LISTED_POINTS} commits; those of all that is drawn are among the raw data.",
             _history(comparison, charts["history"]),
         ),
-        _Section(
+        Section(
             "Samples",
             "Distributions",
             "Every timed block at the newer commit, as its distance from the variant's time: the box holds the middle"
             " half, its line is the median.",
             _explained(charts["spread"], markup.table(tables.sample_table(comparison))),
         ),
-        _Section(
+        Section(
             "Drift",
             "Drift over turns and rounds",
             "The same blocks in the order in which they were timed. In a turn every variant is timed once, so what"
             " moves all lines together is the machine; a dotted line stands between rounds, which are fresh processes.",
             _explained(charts["drift"], markup.table(curve_tables.drift_table(comparison))),
         ),
-        _Section(
+        Section(
             "Loss",
             "Training loss",
             "The same batches in the same order for every variant. Solid lines are fp32, dotted ones tf32, dashed ones"
             " amp. Click a name in the legend to hide its curves.",
             _explained(charts["loss"], markup.table(curve_tables.loss_table(comparison))),
         ),
-        _Section(
+        Section(
             "Not measured",
             "Not measured",
             "What could not run here, or broke, with the reason the measurement gave.",
             markup.table(tables.skip_table(comparison)),
         ),
-        _Section(
+        Section(
             "Damage",
             "Damaged results",
             "These parts of the results could not be read and were left out. Everything else was used.",
-            markup.table(tables.damage_table(comparison)),
+            markup.table(tables.damage_table(comparison.damage)),
         ),
-        _Section(
+        Section(
             "Raw data",
             "Raw data",
-            "Compressed JSON, with times in seconds, memory in bytes, and fractions rounded to six digits. It is part"
+            "Compressed JSON, with times in seconds, memory in bytes, and fractions rounded to five digits. It is part"
             " of this page: nothing is fetched.",
             downloads(comparison),
         ),
-        _Section("How to read", "How to read this", "", _reading(comparison)),
+        Section("How to read", "How to read this", "", _reading(comparison)),
     ]
 
 
@@ -256,7 +234,7 @@ def _changes(comparison: Comparison, commands: markup.Commands) -> str:
 def _explained(drawn: Sequence[Figure], numbers: str) -> str:
     if not drawn:
         return ""
-    return f"{_charts(drawn)}<details><summary>The numbers behind these charts</summary>{numbers}</details>"
+    return f"{cards(drawn)}<details><summary>The numbers behind these charts</summary>{numbers}</details>"
 
 
 def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
@@ -284,11 +262,11 @@ def _memory(comparison: Comparison, peaks: Sequence[Figure], steps: Sequence[Fig
     """The peaks, the steps, the numbers, and of what there is no timeline and why."""
     if not peaks:
         return ""
-    timelines = f'<div class="charts">{"".join(map(_card, steps))}</div>' if steps else ""
+    timelines = f'<div class="charts">{"".join(map(card, steps))}</div>' if steps else ""
     notices = "".join(map(_without_timeline, memory_tables.missing_timelines(comparison)))
     table = markup.table(memory_tables.memory_table(comparison))
     numbers = f"<details><summary>The numbers behind these charts</summary>{table}</details>"
-    return f"{_charts(peaks)}{timelines}{notices}{numbers}"
+    return f"{cards(peaks)}{timelines}{notices}{numbers}"
 
 
 def _without_timeline(missing: memory_tables.Missing) -> str:
@@ -300,7 +278,7 @@ def _phases(comparison: Comparison, drawn: Sequence[Figure], beside: Path | None
     """Empty where nobody asked for phases."""
     if not comparison.phases:
         return ""
-    return f"{_charts(drawn)}{markup.table(step_tables.phase_table(comparison, beside))}"
+    return f"{cards(drawn)}{markup.table(step_tables.phase_table(comparison, beside))}"
 
 
 def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:
@@ -309,18 +287,18 @@ def _stream_gains(comparison: Comparison, drawn: Sequence[Figure]) -> str:
             '<p class="notice">TrainStep was not timed both on one stream and with streams of its choice, so there is'
             " nothing to compare.</p>"
         )
-    return f"{_charts(drawn)}{markup.table(step_tables.stream_table(comparison))}"
+    return f"{cards(drawn)}{markup.table(step_tables.stream_table(comparison))}"
 
 
 def _streams(comparison: Comparison, drawn: Sequence[Figure]) -> str:
     """The timelines and, always in sight, which variants have none and why."""
     if not comparison.timelines:
         return '<p class="notice">No Kitsune variant was measured, so there is no step to show.</p>'
-    return f"{_charts(drawn)}{markup.table(step_tables.plan_table(comparison))}"
+    return f"{cards(drawn)}{markup.table(step_tables.plan_table(comparison))}"
 
 
 def _reading(comparison: Comparison) -> str:
-    text = Template(_asset("reading.html")).substitute(
+    text = Template(asset("reading.html")).substitute(
         margin=f"{100 * comparison.margin:g}%", tolerance=f"{100 * LOSS_TOLERANCE:g}%"
     )
     recipes, facts = markup.table(tables.recipe_table(comparison)), markup.table(tables.facts_table(comparison))
@@ -328,37 +306,3 @@ def _reading(comparison: Comparison) -> str:
         f"{text}<details><summary>How each variant is set up</summary>{recipes}</details>"
         f"<details><summary>Facts of the machine</summary>{facts}</details>"
     )
-
-
-def _section(section: _Section) -> str:
-    intro = f"<p>{escape(section.intro)}</p>" if section.intro else ""
-    return f'<section id="{section.anchor}"><h2>{escape(section.title)}</h2>{intro}{section.body}</section>'
-
-
-def _charts(drawn: Sequence[Figure]) -> str:
-    if not drawn:
-        return ""
-    cards = "".join(map(_card, drawn))
-    notice = '<p class="unscripted">Charts need scripts; the tables hold the numbers.</p>'
-    return f'{notice}<div class="charts">{cards}</div>'
-
-
-def _card(figure: Figure) -> str:
-    kind = ' class="wide"' if figure.is_wide else ""
-    title = escape(figure.title)
-    height = figure.layout["height"]
-    heights = f"--height: {height}px; --narrow: {figure.narrow_layout.get('height', height)}px"
-    chart = f'<div id="{figure.name}" class="chart" role="img" aria-label="{title}" style="{heights}"></div>'
-    return f"<figure{kind}{markup.models(figure.model)}><figcaption>{title}</figcaption>{chart}</figure>"
-
-
-def _asset(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _plotly_script() -> str:
-    try:
-        from plotly.offline.offline import get_plotlyjs  # the only use of Plotly, so nothing else needs it installed
-    except ImportError as error:
-        raise ReportError("the HTML report needs Plotly: pip install plotly (other outputs do not)") from error
-    return str(get_plotlyjs())

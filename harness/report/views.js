@@ -28,7 +28,8 @@ function pickModel(model) {
 function reveal(element) {
   if (element.closest(".elsewhere") !== null) pickModel("");
   element.classList.remove("filtered");
-  for (let outer = element.closest("details"); outer !== null; outer = outer.parentElement.closest("details")) {
+  const inner = element.querySelector(":scope > .fold") ?? element;
+  for (let outer = inner.closest("details"); outer !== null; outer = outer.parentElement.closest("details")) {
     outer.open = true;
   }
   element.scrollIntoView();
@@ -51,5 +52,13 @@ if (picker !== null) {
     window.history.replaceState(null, "", window.location.pathname + window.location.search + fragment);
   });
 }
+// On a phone the whole page is tens of screens long: what comes after the answer begins folded.
+if (narrow.matches) {
+  for (const fold of document.querySelectorAll(".fold")) fold.open = false;
+}
+document.querySelector("nav").addEventListener("click", (event) => {
+  const link = event.target.closest("a");
+  if (link !== null) reveal(document.querySelector(link.hash)); // again, too, after it was folded
+});
 window.addEventListener("hashchange", follow);
 follow();

@@ -1,9 +1,10 @@
 """How often the harness errs on this very machine: the same code measured twice, with and without planted slowdowns.
 
 Each row is a benchmark measured at two "commits" that are the same, or of which the second takes longer by a known
-share of its step: a busy loop, on a GPU a busy kernel too. Rounds are fresh processes, those of both commits in turn.
-The harness judges as with `--until conclusive`; beside it asv's comparison and a plain Mann-Whitney test judge the same
-samples. Results go to results/<machine>/selftest/, whole or not at all; comparisons quote them.
+share of its step: a busy loop, on a GPU a busy kernel too. Rounds are fresh processes, those of both commits in turn;
+there are as many of them, with as many turns, as `harness.run` takes by default, in shorter blocks. The harness judges
+the rows of a process together; beside it asv's comparison and a plain Mann-Whitney test judge the same samples. Results
+go to results/<machine>/selftest/, whole or not at all; comparisons of such rounds quote them.
 
 Exit codes: 0, rows were measured; 2, none were, or the result cannot be written; 130, interrupted (nothing is kept).
 """
@@ -15,9 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from itertools import count, cycle, islice
+from itertools import cycle
 from pathlib import Path
 
 from harness import environment, profiles, project, variants
@@ -40,11 +41,19 @@ MODELS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("mlp-b64",), "cuda
 VARIANTS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("eager_fp32",), "cuda": ("handcaptured_fp32",)}
 ARMS: dict[profiles.DeviceType, int] = {"cpu": 16, "cuda": 24}
 PLANTED: dict[profiles.DeviceType, int] = {"cpu": 2, "cuda": 3}
-EFFORTS: dict[profiles.DeviceType, Effort] = {
-    "cpu": Effort(3, (5, 7), 8.0, 0.010, 0.08, 60.0, 240.0, most_rounds=8),
-    "cuda": Effort(3, (6, 10), 8.0, 0.006, 0.10, 60.0, 240.0, most_rounds=8),
-}
-"""How thoroughly a row is measured by default: less than a benchmark is, so that there can be many."""
+BLOCK_SECONDS: dict[profiles.DeviceType, float] = {"cpu": 0.010, "cuda": 0.006}
+WARM_UP_SECONDS: dict[profiles.DeviceType, float] = {"cpu": 0.08, "cuda": 0.10}
+
+
+def effort(device: profiles.DeviceType) -> Effort:
+    """How thoroughly a row is measured: as by the profile that `harness.run` takes by default, but for shorter blocks
+    and shorter warming up, so that there can be many rows; users' verdicts are a little more exact.
+    """
+    return replace(
+        profiles.effort(profiles.DEFAULT, device),
+        block_seconds=BLOCK_SECONDS[device],
+        warm_up_seconds=WARM_UP_SECONDS[device],
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--planted", type=_positive, metavar="N", help="copies for each planted slowdown (GPU: 3, CPU: 2)"
     )
-    parser.add_argument("--rounds", type=_positive, metavar="N", help="the most rounds of each commit (default: 8)")
+    parser.add_argument(
+        "--rounds", type=_at_least_two, metavar="N", help="rounds of each commit (default: those of harness.run)"
+    )
     parser.add_argument("--margin", type=_margin, default=MARGIN, help="the least margin (default: %(default)s)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: this project's)")
     return parser
@@ -119,6 +130,13 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
+
+
+def _at_least_two(text: str) -> int:
+    rounds = _positive(text)
+    if rounds < 2:
+        raise argparse.ArgumentTypeError("of one round no verdict is given: two or more")
+    return rounds
 
 
 def _seconds(text: str) -> float:
@@ -159,18 +177,24 @@ def _plan(options: argparse.Namespace, found: Probe) -> Plan:
             raise ValueError(f"{name!r} is no variant; there are: {', '.join(variants.names())}")
         if name in found.unavailable:
             raise ValueError(f"{name} cannot run here: {found.unavailable[name]}")
-    effort = profiles.Sampling(most_rounds=options.rounds).applied(EFFORTS[device])
+    default = effort(device)
     unchanged, planted = options.arms or ARMS[device], options.planted or PLANTED[device]
     slowdowns = (0.0,) * unchanged + tuple(share for share in SLOWDOWNS for _ in range(planted))
     return Plan(
-        tuple(cases[name] for name in chosen), named, slowdowns, options.rows, options.seconds, options.margin, effort
+        cases=tuple(cases[name] for name in chosen),
+        variants=named,
+        slowdowns=slowdowns,
+        rows=options.rows,
+        seconds=options.seconds,
+        margin=options.margin,
+        effort=replace(default, rounds=options.rounds or default.rounds),
     )
 
 
 def measured(
     plan: Plan, launcher: Launcher, begin: float, progress: Callable[[str, float, float], None]
 ) -> list[JudgedRow]:
-    """The rows of all groups that were finished, or had their fewest rounds when time was up.
+    """The rows of all groups that were finished when time was up.
 
     Args:
         begin: when the budget began, by the monotonic clock.
@@ -189,17 +213,17 @@ def measured(
     longest = 0.0
     for group, (case, variant) in enumerate(kinds):
         arms: list[ArmSamples] = [ArmSamples([], []) for _ in plan.slowdowns]
-        for number in islice(count(), plan.effort.most_rounds):
+        for number in range(plan.effort.rounds):
             if used() + longest > plan.seconds:
                 break
             before = used()
             arms = _with_round(arms, plan, case, variant, f"{group} {number}", launcher)
             longest = max(longest, used() - before)
             done = len([row for row in rows if row.slowdown == 0])
-            share = (done + plan.slowdowns.count(0.0) * (number + 1) / plan.effort.most_rounds) / wanted
+            share = (done + plan.slowdowns.count(0.0) * (number + 1) / plan.effort.rounds) / wanted
             left = max(0.0, min(plan.seconds - used(), used() * (1 / share - 1)))
             progress(f"{case.name} {variant}: group {group + 1}, round {number + 1}; {len(rows)} rows", used(), left)
-        if len(arms[0].base) >= plan.effort.rounds:
+        if len(arms[0].base) == plan.effort.rounds:
             rows += _rows(arms, plan, case, variant)
         if len([row for row in rows if row.slowdown == 0]) >= wanted or used() + longest > plan.seconds:
             break
@@ -229,10 +253,10 @@ def _pairs(result: ArmsResult, index: int) -> list[tuple[float, float]]:
 
 def _rows(arms: Sequence[ArmSamples], plan: Plan, case: Case, variant: str) -> Iterator[JudgedRow]:
     rivals = judges.rivals(plan.margin)
-    verdicts = judges.harness_verdicts(arms, plan.effort.rounds, plan.margin)
+    verdicts = judges.harness_verdicts(arms, plan.margin)
     for arm, slowdown, judged in zip(arms, plan.slowdowns, verdicts, strict=True):
         estimate = judged.estimate
-        others = {name: verdict(arm.first(judged.rounds)).value for name, verdict in rivals.items()}
+        others = {name: verdict(arm).value for name, verdict in rivals.items()}
         yield JudgedRow(
             case=case.name,
             variant=variant,
@@ -241,7 +265,7 @@ def _rows(arms: Sequence[ArmSamples], plan: Plan, case: Case, variant: str) -> I
             low=estimate.low if estimate.has_interval else None,
             high=estimate.high if estimate.has_interval else None,
             margin=judged.margin,
-            rounds=judged.rounds,
+            rounds=plan.effort.rounds,
             verdicts={HARNESS: judged.verdict.value, **others},
         )
 

@@ -25,37 +25,21 @@ class ArmSamples:
     base: Sequence[Pairs]
     head: Sequence[Pairs]
 
-    def first(self, rounds: int) -> ArmSamples:
-        """The same after so many rounds."""
-        return ArmSamples(self.base[:rounds], self.head[:rounds])
-
 
 @dataclass(frozen=True)
 class Judged:
-    """What the harness says of a row: after how many rounds, and from which estimate and margin."""
+    """What the harness says of a row, and from which estimate and margin."""
 
     verdict: Verdict
-    rounds: int
     estimate: Estimate
     margin: float
 
 
-def harness_verdicts(arms: Sequence[ArmSamples], fewest: int, margin: float) -> list[Judged]:
-    """The harness's verdicts on rows that are measured together, as with ``--until conclusive``.
-
-    After the fewest rounds all rows are judged, and again after each further round those that were inconclusive.
-    """
-    judged: list[Judged | None] = [None] * len(arms)
-    rounds = min((len(arm.base) for arm in arms), default=0)
-    for count in range(min(fewest, rounds), rounds + 1):
-        known = [arm.first(count) for arm in arms]
-        estimates = [compare_ratios(arm.head, arm.base) for arm in known]
-        margins = [noise_margin(round_noise(arm.head, arm.base), margin) for arm in known]
-        for index, verdict in enumerate(judge(estimates, margins)):
-            earlier = judged[index]
-            if earlier is None or earlier.verdict is Verdict.INCONCLUSIVE:
-                judged[index] = Judged(verdict, count, estimates[index], margins[index])
-    return [entry for entry in judged if entry is not None]
+def harness_verdicts(arms: Sequence[ArmSamples], margin: float) -> list[Judged]:
+    """The harness's verdicts on rows that are measured together, as a comparison judges them."""
+    estimates = [compare_ratios(arm.head, arm.base) for arm in arms]
+    margins = [noise_margin(round_noise(arm.head, arm.base), margin) for arm in arms]
+    return list(map(Judged, judge(estimates, margins), estimates, margins))
 
 
 def asv_verdict(arm: ArmSamples, factor: float) -> Verdict:

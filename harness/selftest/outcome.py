@@ -11,7 +11,9 @@ from harness.selection import changed_facts
 from harness.stats import Verdict
 from harness.whole_files import write_whole
 
-SCHEMA = 1
+SCHEMA = 2
+"""Of the files. In the first one, rows had up to eight rounds, and were judged again after each."""
+
 _ENDING = ".selftest"  # asv takes what ends with .json for results of its own, and complains
 FOLDER = "selftest"
 """The folder of self-tests within that of a machine's results. asv leaves folders without a machine file alone."""
@@ -106,14 +108,17 @@ def write(folder: Path, name: str, document: Mapping[str, object], rows: Sequenc
     return path
 
 
-def load(folder: Path, facts: Mapping[str, object], margin: float) -> tuple[tuple[JudgedRow, ...], list[str]]:
-    """The rows of all self-tests of a machine that were made in this environment and at this margin, and what is wrong
-    with files that cannot be read.
+def load(
+    folder: Path, facts: Mapping[str, object], margin: float, rounds: int
+) -> tuple[tuple[JudgedRow, ...], list[str]]:
+    """The rows of all self-tests of a machine that were made in this environment, at this margin and in so many rounds
+    of each commit, and what is wrong with files that cannot be read.
 
     Args:
         folder: the machine's results.
         facts: of the machine, now.
         margin: the least margin that verdicts are given by.
+        rounds: of each commit.
     """
     rows: list[JudgedRow] = []
     problems = []
@@ -125,14 +130,14 @@ def load(folder: Path, facts: Mapping[str, object], margin: float) -> tuple[tupl
                 and content["margin"] == margin
                 and not changed_facts(content["facts"], facts)
             ):
-                rows += [JudgedRow(**row) for row in content["rows"]]
+                rows += [row for row in (JudgedRow(**fields) for fields in content["rows"]) if row.rounds == rounds]
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{path}: no self-test that can be read ({error}); remove it")
     return tuple(rows), problems
 
 
 def sentence(rows: Sequence[JudgedRow], margin: float) -> str | None:
-    """The harness's error rates in words; None without rows in which nothing changed."""
+    """The harness's error rates in words, of rows of equally many rounds; None without any in which nothing changed."""
     known = {rate.slowdown: rate for rate in rates(rows) if rate.judge == HARNESS}
     if 0.0 not in known:
         return None
@@ -142,6 +147,7 @@ def sentence(rows: Sequence[JudgedRow], margin: float) -> str | None:
     )
     told = f"; planted slowdowns found, of {found}" if found else ""
     return (
-        f"error rates measured on this machine at a margin of {100 * margin:g}%: {unchanged.found} of {unchanged.rows}"
+        f"error rates measured on this machine at a margin of {100 * margin:g}%, in {rows[0].rounds} rounds of each"
+        f" commit: {unchanged.found} of {unchanged.rows}"
         f" rows falsely flagged ({100 * unchanged.found / unchanged.rows:.1f}%){told}"
     )

@@ -12,9 +12,11 @@ FACTS = {"torch": "2.13.0+cu130", "triton": "3.6.0", "python": "3.12.3", "device
 KITSUNE, PEER = variants.get("kitsune_trainstep_fp32"), variants.get("compile_fp32")
 
 
-def test_kitsune_s_belong_to_the_commit_and_the_peers_to_the_versions(tmp_path: Path) -> None:
+def test_kitsune_s_belong_to_the_commit_and_peers_to_the_versions(tmp_path: Path) -> None:
     first, second = Caches(tmp_path, "a" * 40, FACTS), Caches(tmp_path, "b" * 40, FACTS)
-    assert first.folder("mlp-b64", PEER) == second.folder("lenet-b64", PEER)
+    assert first.folder("mlp-b64", PEER) == second.folder("mlp-b64", PEER)
+    assert first.folder("mlp-b64", PEER) != first.folder("lenet-b64", PEER)
+    assert first.folder("mlp-b64", PEER) != first.folder("mlp-b64", variants.get("compile_amp"))
     assert first.folder("mlp-b64", KITSUNE) != second.folder("mlp-b64", KITSUNE)
     switched_off = variants.get("kitsune_trainstep_one_stream_fp32")
     assert first.folder("mlp-b64", switched_off) == first.folder("mlp-b64", KITSUNE)

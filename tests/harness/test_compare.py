@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import asv_process, compare, comparison, render, worktree
+from harness import asv_process, compare, comparison, metrics, render, worktree
 from harness.narrowing import narrowed
 from harness.project import Project
 from harness.rows import EnvironmentChange, LevelChange
@@ -281,6 +281,8 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
     assert (row["verdict"], row["peer_verdict"], row["parity"]) == ("faster", "slower", "agrees")
     assert row["best_peer"] == "handcaptured_compile_amp"
     assert row["seconds"] < row["wall_seconds"]
+    assert 0 < row["warm_setup_s"] < row["setup_s"]
+    assert 0 < row["warm_break_even_steps"] < row["break_even_steps"]
     assert {change["verdict"] for change in document["changes"]} == {"same", "slower"}
     assert document["skips"][0]["status"] == "failed"
 
@@ -443,7 +445,7 @@ SCHEMA = Schema(ROOT / "docs" / "compare.schema.json")
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--machine", GPU_MACHINE, "--metric", "ratio", "--metric", "time", "--metric", "setup", "--metric", "memory"],
+        ["--machine", GPU_MACHINE, *(word for name in metrics.names() for word in ("--metric", name))],
         ["--machine", CPU_MACHINE],
         ["--machine", GPU_MACHINE, "--variants", "eager_amp", "kitsune_trainstep_amp", "--metric", "memory"],
         ["--machines", GPU_MACHINE, GPU_MACHINE],
@@ -545,6 +547,10 @@ def test_metrics_are_judged_by_margins_of_their_own(
     found = {(entry["metric"], entry["verdict"]) for entry in json.loads(path.read_text())["contrasts"]}
     assert found == {("memory", "same"), ("setup", "inconclusive")}
     assert "(one run)" in capsys.readouterr().out
+    assert compare.main([*arguments, "--metric", "warm-setup"]) == 0
+    found = {entry["variant"] for entry in json.loads(path.read_text())["contrasts"]}
+    assert "compile_fp32" not in found  # whose caches are not the commit's: no product is judged by them
+    assert "kitsune_trainstep_amp" in found
 
 
 def test_noise_widens_the_margin_of_a_metric_s_row(results: Path, tmp_path: Path) -> None:
@@ -645,7 +651,7 @@ def test_one_commit_on_two_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["a", "b..c"], "give it alone"),
         (["--worktree", "a", "b"], "give BASE alone"),
         (["--variants", "a", "b", "--machines", "a", "b"], "cannot be compared at the same time"),
-        (["--variants", "a", "b", "--html", "x"], "--html is for the comparison of commits"),
+        (["--variants", "a", "b", "--reproduce"], "--reproduce is for the comparison of commits"),
         (["--machines", "a", "b", "--fail-on", "loss"], "--fail-on loss is for the comparison of commits"),
         (["--machines", "a", "b", "--machine", "a"], "leave out --machine"),
         (["--variants", "a", "b", "c..d"], "compared at one commit"),

@@ -331,6 +331,35 @@ def test_break_even_is_given_only_where_the_verdict_is_clear(tmp_path: Path) -> 
     assert steps["kitsune_trainstep_fp32"] == math.inf
 
 
+def test_set_up_with_warm_caches_is_earned_back_by_itself(tmp_path: Path) -> None:
+    times = {"eager_fp32": 1e-3, "compile_fp32": 8e-4, "kitsune_dropin_fp32": 5e-4}
+    rng = random.Random(0)
+    told = {
+        "eager_fp32": {"setup_s": 0.0, "caches": None, "setup_again_s": None},
+        "compile_fp32": {"setup_s": 2.0, "caches": "warm", "setup_again_s": None},
+        "kitsune_dropin_fp32": {"setup_s": 4.0, "caches": "cold", "setup_again_s": 1.0},
+    }
+    write(tmp_path, NEW, times, extra=[sample.profile_record("r", CASE, name, rng) | told[name] for name in told])
+
+    rows = {row.variant: row for row in compared(tmp_path).rows}
+
+    assert (rows["eager_fp32"].setup_s, rows["eager_fp32"].warm_setup_s) == (0.0, None)
+    assert (rows["compile_fp32"].setup_s, rows["compile_fp32"].warm_setup_s) == (None, 2.0)
+    assert rows["compile_fp32"].break_even_steps is None
+    assert rows["compile_fp32"].warm_break_even_steps == pytest.approx(10_000, rel=0.2)
+    assert (rows["kitsune_dropin_fp32"].setup_s, rows["kitsune_dropin_fp32"].warm_setup_s) == (4.0, 1.0)
+    assert rows["kitsune_dropin_fp32"].break_even_steps == pytest.approx(8000, rel=0.1)
+    assert rows["kitsune_dropin_fp32"].warm_break_even_steps == pytest.approx(2000, rel=0.1)
+
+
+def test_what_earlier_versions_called_warm_is_not_believed(tmp_path: Path) -> None:
+    """Peers of all cases had their caches in common: these were warm once any case had been compiled."""
+    profile = sample.profile_record("r", CASE, "compile_fp32", random.Random(0))
+    write(tmp_path, NEW, TIMES, extra=[profile | {"setup_s": 2.0, "caches": "warm"}])
+    row = row_of(compared(tmp_path), "compile_fp32")
+    assert (row.setup_s, row.warm_setup_s) == (2.0, None)
+
+
 def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
     sample.write_gpu_history(tmp_path)
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)

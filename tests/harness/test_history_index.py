@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import history_index, store
+from harness import history_index, parallel, store
 from harness.history_index import Key, Value, series_values
 from harness.selection import measurement
 from harness.stats import paired_ratio
@@ -72,6 +72,24 @@ def test_a_second_look_reads_no_samples(tmp_path: Path, reads: list[str]) -> Non
     reads.clear()
     assert values(tmp_path) == first
     assert reads == []
+
+
+def test_what_all_processors_read_is_what_one_reads(
+    tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 8):
+        path = Store(tmp_path).root / MACHINE / f"{write(tmp_path, number)}.samples.jsonl"
+        path.write_bytes(path.read_bytes() + b"no JSON\n" * (number % 3))
+    first, damage = values(tmp_path), Store(tmp_path).load(MACHINE).damage
+    shutil.rmtree(tmp_path / MACHINE / ".index")
+    reads.clear()
+    monkeypatch.setattr(store, "MANY_BYTES", 0)
+    monkeypatch.setattr(parallel, "_processors", lambda: 2)
+
+    assert Store(tmp_path).load(MACHINE).damage == damage
+    assert values(tmp_path) == first
+    assert reads == []  # by this process
+    assert len(damage) == 7
 
 
 def test_only_what_is_new_or_changed_is_read(tmp_path: Path, reads: list[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness import measure, variants
-from harness.measure import ProfileJob, RoundJob, Task
+from harness.measure import ProfileJob, RoundJob, SetupJob, Task
 from harness.memory_timeline import ON_THE_CPU
 from harness.processes import Launcher, Note
 from harness.profiles import Case, Effort
@@ -53,6 +53,14 @@ def test_a_profile_has_setup_peak_and_losses(launcher: Launcher, tmp_path: Path)
     assert (result.caches, result.status) == (None, None)
     assert result.peak.inactive_split_bytes is None
     assert result.memory_timeline == ON_THE_CPU
+
+
+def test_set_up_again_finds_what_the_first_has_left(launcher: Launcher, tmp_path: Path) -> None:
+    task = Task("compile_fp32", tmp_path)
+    first = launcher.run(measure.measure_profile, ProfileJob(CASE, task, EFFORT), timeout_s=120)
+    assert first.caches == "cold"
+    assert launcher.run(measure.measure_setup, SetupJob(CASE, task, EFFORT), timeout_s=120) < first.setup_s
+    assert launcher.run(measure.measure_profile, ProfileJob(CASE, task, EFFORT), timeout_s=120).caches == "warm"
 
 
 def test_the_same_variant_trains_the_same_way_twice(launcher: Launcher) -> None:

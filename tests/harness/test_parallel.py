@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
@@ -33,6 +34,24 @@ def test_where_it_is_not_worth_it_no_process_is_started(
     monkeypatch.setattr(parallel, "_processors", lambda: processors)
     monkeypatch.setattr(parallel.multiprocessing, "get_all_start_methods", lambda: methods)
     assert mapped(process_of, range(10), is_long=is_long) == [(number, os.getpid()) for number in range(10)]
+
+
+def test_beside_other_threads_no_process_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_processors", lambda: 3)
+    end = threading.Event()
+    other = threading.Thread(target=end.wait)
+    other.start()
+    try:
+        assert mapped(process_of, range(10), is_long=True) == [(number, os.getpid()) for number in range(10)]
+    finally:
+        end.set()
+        other.join()
+
+
+def test_the_function_need_not_be_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_processors", lambda: 2)
+    tripled = {number: 3 * number for number in range(10)}
+    assert mapped(lambda number: tripled[number], range(10), is_long=True) == list(tripled.values())
 
 
 @pytest.mark.parametrize("is_long", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import harness
 from harness import profiles, session, variants
 from harness.context import Context, ContextError
-from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult
+from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult, SetupJob
 from harness.memory import Peak
 from harness.memory_timeline import MemoryTimeline
 from harness.phase_recording import PhasesJob, PhasesResult
@@ -37,6 +37,7 @@ class Pretender(Launcher):
     facts: Mapping[str, object] = field(default_factory=lambda: FACTS)
     unavailable: Mapping[str, str] = field(default_factory=dict)
     on_profile: Callable[[ProfileJob], ProfileResult | None] = lambda job: None
+    on_setup: Callable[[SetupJob], float | None] = lambda job: None
     on_round: Callable[[RoundJob], RoundResult | None] = lambda job: None
     on_phases: Callable[[PhasesJob], PhasesResult | None] = lambda job: None
     jobs: list[object] = field(default_factory=list)
@@ -45,6 +46,8 @@ class Pretender(Launcher):
         self.jobs.append(job)
         if isinstance(job, ProfileJob):
             return self.on_profile(job) or ProfileResult(0.5, None, Peak(None, None, 1000), ((0, 2.0), (2, 1.0)), None)
+        if isinstance(job, SetupJob):
+            return self.on_setup(job) or 0.25
         if isinstance(job, RoundJob):
             return self.on_round(job) or timed([task.variant for task in job.tasks])
         if isinstance(job, PhasesJob):
@@ -160,6 +163,61 @@ def test_a_variant_that_fails_alone_costs_only_itself(context: Context) -> None:
     assert measured["mlp-b4", DROPIN]["status"] == "failed"
     assert all(DROPIN not in names for names in pretender.rounds("mlp-b4"))
     assert measured["lenet-b4", DROPIN]["status"] == "measured"
+
+
+def compiled(job: ProfileJob) -> ProfileResult:
+    """Drop-in loops find empty caches and leave something there, whole steps leave nothing, compiled ones find some."""
+    found = {DROPIN: "cold", TRAINSTEP: "cold", "compile_fp32": "warm"}.get(job.task.variant)
+    assert job.task.caches is not None
+    if job.task.variant in (DROPIN, "compile_fp32"):
+        job.task.caches.mkdir(parents=True, exist_ok=True)
+        (job.task.caches / "kernel").write_text("compiled")
+    return ProfileResult(0.5, found, Peak(None, None, 1000), ((0, 2.0), (2, 1.0)), None)
+
+
+def test_what_has_filled_its_caches_is_set_up_once_more(context: Context, capsys: pytest.CaptureFixture[str]) -> None:
+    pretender = Pretender(on_profile=compiled)
+    measured, history = run(replace(context, at_head=True), pretender)
+    again = [(job.case.name, job.task.variant) for job in pretender.jobs if isinstance(job, SetupJob)]
+    assert again == [("mlp-b4", DROPIN), ("lenet-b4", DROPIN)]
+    caches = {job.task.variant: job.task.caches for job in pretender.jobs if isinstance(job, SetupJob)}
+    assert caches == {
+        job.task.variant: job.task.caches
+        for job in pretender.jobs
+        if isinstance(job, ProfileJob) and job.case.name == "lenet-b4" and job.task.variant == DROPIN
+    }
+    told = {entry.variant: (entry.setup_s, entry.caches, entry.setup_again_s) for entry in history.profiles(COMMIT)}
+    assert told == {
+        EAGER: (0.5, None, None),
+        DROPIN: (0.5, "cold", 0.25),
+        TRAINSTEP: (0.5, "cold", None),
+        "compile_fp32": (0.5, "warm", None),
+    }
+    assert measured["mlp-b4", DROPIN]["setup_s"] == [0.5]
+    assert f"{DROPIN}: set up in 0.50 s, again in 0.25 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("profile", "at_head", "times"), [("quick", False, 0), ("quick", True, 2), ("full", False, 2)])
+def test_the_second_set_up_is_for_head_and_the_full_profile(
+    context: Context, profile: profiles.Name, at_head: bool, times: int
+) -> None:
+    pretender = Pretender(on_profile=compiled)
+    run(replace(context, at_head=at_head, profile=profile), pretender)
+    assert sum(isinstance(job, SetupJob) for job in pretender.jobs) == times
+
+
+def test_a_variant_that_its_own_caches_break_has_failed(context: Context) -> None:
+    def crash(job: SetupJob) -> None:
+        raise ProcessFailed("killed by SIGSEGV", None)
+
+    pretender = Pretender(on_profile=compiled, on_setup=crash)
+    measured, history = run(replace(context, at_head=True), pretender)
+    (reason,) = {entry.reason for entry in history.skips(COMMIT) if entry.status == "failed"}
+    assert reason == "set up again, with filled caches: killed by SIGSEGV"
+    assert measured["mlp-b4", DROPIN]["status"] == "failed"
+    assert all(DROPIN not in names for names in pretender.rounds("mlp-b4"))
+    (profile,) = [entry for entry in history.profiles(COMMIT) if (entry.case, entry.variant) == ("mlp-b4", DROPIN)]
+    assert (profile.caches, profile.setup_again_s) == ("cold", None)
 
 
 def test_a_round_that_a_variant_kills_is_repeated_without_it(context: Context) -> None:

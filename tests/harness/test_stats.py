@@ -57,6 +57,34 @@ def test_the_interval_of_a_paired_ratio_is_that_of_all_resamples_stretched(
     assert is_quantile((math.log(estimate.high) - centre) / stretch, deviations, 0.975)
 
 
+@given(ROUNDS, ROUNDS)
+def test_different_resamples_count_as_often_as_they_were_drawn(
+    head: list[list[tuple[float, float]]], base: list[list[tuple[float, float]]]
+) -> None:
+    def draws(medians: list[float], seed: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        chosen = np.random.default_rng((len(medians), seed)).integers(len(medians), size=(4000, len(medians)))
+        deviations = np.asarray(medians)[chosen].mean(axis=1) - statistics.fmean(medians)
+        return deviations * math.sqrt(len(medians) / (len(medians) - 1))
+
+    sides = stats.log_medians(head), stats.log_medians(base)
+    estimate = stats.compare_ratios(head, base)
+    assert estimate.freedom is not None
+    drawn = draws(sides[0], 0) - draws(sides[1], 1)
+    bounds = np.quantile(drawn, ((1 - 0.95) / 2, 1 - (1 - 0.95) / 2), method="inverted_cdf")
+    stretch = stats._t_quantile(estimate.freedom) / oracle.norm.ppf(0.975)
+    assume(stretch * np.abs(drawn).max() < 300)
+    found = math.log(estimate.low / estimate.ratio), math.log(estimate.high / estimate.ratio)
+    expected = stretch * min(0, bounds[0]), stretch * max(0, bounds[1])
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("sizes", "different"), [((2,), 3), ((3,), 10), ((2, 3), 30)])
+def test_few_values_have_few_different_resamples(sizes: tuple[int, ...], different: int) -> None:
+    shares, counts = stats._resamples(sizes)
+    assert shares.shape == (different, sum(sizes))
+    assert counts.sum() == 4000
+
+
 @pytest.mark.parametrize("count", [3, 5, 8])
 def test_intervals_of_rounds_that_spread_evenly_are_about_students(count: int) -> None:
     medians = [oracle.norm.ppf((index + 0.5) / count) * 0.01 for index in range(count)]

@@ -30,7 +30,8 @@ def written(results: Path, path: Path, *options: str) -> Path:
 class Visit:
     """A page opened in Chromium, with everything it asked for and complained about.
 
-    The charts that ``draw`` selects are drawn before anything is looked at; others as they come in sight.
+    The charts that ``draw`` selects are drawn before anything is looked at; others as they come in sight. Sections are
+    opened before, unless they are to be ``folded`` as a phone has them.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Visit:
         width: int = 1280,
         scripts: bool = True,
         draw: str | None = ".chart",
+        folded: bool = False,
     ) -> None:
         context = browser.new_context(
             viewport={"width": width, "height": 900},
@@ -54,6 +56,8 @@ class Visit:
         self.page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.goto(path.as_uri(), wait_until="load")
+        if scripts and not folded:
+            self.page.locator(".fold").evaluate_all("all => all.forEach((fold) => { fold.open = true; })")
         if scripts and draw is not None:
             self.page.evaluate("chosen => ready.then(() => document.querySelectorAll(chosen).forEach(draw))", draw)
 

@@ -5,6 +5,8 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.comparison import compare
 from harness.report.downloads import downloads
 from harness.store import Store
@@ -22,5 +24,8 @@ def test_the_files_hold_what_was_measured(tmp_path: Path) -> None:
     assert first["case"]["name"] == comparison.samples[0].case.name
     assert [len(times) for times in first["rounds"]] == [7, 7, 7]
     series, told = comparison.history[0], files["history"][0]
-    assert [point["commit"] for point in told["points"]] == [point.commit.sha for point in series.points]
-    assert set(told["points"][0]) == {"commit", "ratio", "low", "high", "seconds"}
+    assert told["commits"] == [point.commit.sha for point in series.points]
+    assert told["ratio"] == pytest.approx([point.ratio.ratio for point in series.points], rel=1e-4)
+    assert told["low"] == pytest.approx([point.ratio.low for point in series.points], rel=1e-4)
+    assert told["high"] == pytest.approx([point.ratio.high for point in series.points], rel=1e-4)
+    assert told["seconds"] == pytest.approx([point.seconds for point in series.points], rel=1e-4)

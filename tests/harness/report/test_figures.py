@@ -105,11 +105,21 @@ def test_the_memory_of_a_step_is_a_line_for_each_variant(gpu: Comparison, cpu: C
 
 
 def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
-    (trace,) = figures.setups(gpu)[0].traces
-    texts = dict(zip([row.variant for row in gpu.compared_rows_of(gpu.cases[0])], trace["text"], strict=True))  # type: ignore[call-overload]
-    assert texts["compile_fp32"].endswith("s, never")
+    rows = gpu.compared_rows_of(gpu.cases[0])
+    cold, warm = figures.setups(gpu)[0].traces
+    texts = dict(zip([row.variant for row in rows], cold["text"], strict=True))  # type: ignore[call-overload]
+    assert re.fullmatch(r"[\d.]+ s, never \([\d.]+ s, never\)", texts["compile_fp32"])
+    assert re.fullmatch(r"\([\d.]+ s, (never|[\d,]+)\)", texts["compile_amp"])
+    assert re.fullmatch(r"[\d.]+ s, [\d,]+ steps \([\d.]+ m?s, [\d,]+\)", texts["kitsune_trainstep_amp"])
     assert texts["handcaptured_amp"].endswith("steps")
     assert "," not in texts["eager_fp32"]
+    assert warm["x"] == [row.warm_setup_s for row in rows]
+    assert cold["marker"]["opacity"] == [1 if row.warm_setup_s is None else 0.3 for row in rows]  # type: ignore[index]
+
+
+def test_results_without_warm_set_ups_have_names_beside_their_bars(cpu: Comparison) -> None:
+    assert all(row.warm_setup_s is None for row in cpu.rows)
+    assert all(figure.narrow_layout for figure in figures.setups(cpu))
 
 
 def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:
@@ -119,6 +129,15 @@ def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> N
     assert [trace["fill"] for trace in bands] == ["toself"] * 4
     for band, line in zip(bands, lines, strict=True):
         assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
+
+
+def test_a_point_of_one_round_claims_no_interval(tmp_path: Path, gpu: Comparison) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    single = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    line, many = (figures.history(comparison)[0].traces[1] for comparison in (single, gpu))
+    assert all("(one round)" in words and "customdata[0]" not in words for words in line["hovertemplate"])  # type: ignore[attr-defined]
+    assert all(bounds[:2] == [None, None] for bounds in line["customdata"])  # type: ignore[attr-defined]
+    assert "[%{customdata[0]:.3r}, %{customdata[1]:.3r}]" in str(many["hovertemplate"])
 
 
 def test_a_batch_size_measured_at_one_commit_has_no_history(tmp_path: Path, gpu: Comparison) -> None:

@@ -63,6 +63,7 @@ def test_a_reader_finds_the_way_about(browser: Browser, long_page: Path) -> None
     chart = page.locator("#history .chart:visible")
     assert chart.count() == 1
     assert chart.locator(".js-fill").count() == 4
+    assert chart.locator(".scatterlayer .points path").count() == 4 * 200
     assert "driver" in (chart.locator(".shape-label").all_text_contents())
 
     page.evaluate("window.location.hash = 'row-model37-b64-cuda-kitsune_dropin_amp'")

@@ -106,7 +106,7 @@ def test_fragmentation_and_the_memory_of_a_step_are_told_or_why_not(visit: Visit
     told = visit.page.locator("#memory .notice").inner_text()
     assert told.startswith("A step's memory over time is not available for 3 variants of mlp-b64 on cuda, lenet-b64")
     assert "torch 9 does not record its allocations" in told
-    visit.page.locator("#memory summary").click()
+    visit.page.locator("#memory .fold details summary").click()
     rows = [row.split("\t") for row in visit.texts("#memory tbody tr")]
     assert len(rows) == 59
     assert [cell.strip() for cell in rows[0][4:9]] == ["38 MiB", "46 MiB", "8 MiB\n17% of reserved", "3 MiB", "458 MiB"]
@@ -120,7 +120,7 @@ def test_a_cpu_has_no_fragmentation_and_the_page_says_so(browser: Browser, tmp_p
     assert told.startswith("Neither fragmentation nor a step's memory over time is available for 10 variants")
     assert told.endswith("measured on the CPU, where torch's allocator does not count.")
     assert visit.page.locator("[id^=allocation-]").count() == 0
-    visit.page.locator("#memory summary").click()
+    visit.page.locator("#memory .fold details summary").click()
     for row in visit.texts("#memory tbody tr"):
         assert row.count("not available") == 4
         assert "measured on the CPU" in row
@@ -154,7 +154,7 @@ def test_the_phases_of_a_step_are_stacked_and_named(visit: Visit) -> None:
 def test_each_contribution_is_told_beside_its_time(visit: Visit) -> None:
     written = [text.strip() for text in visit.page.locator("#contribution-1 .bartext").all_text_contents()]
     assert ["×" in text for text in written] == [False, True, True, True, True] * 2
-    visit.page.locator("#contributions summary").click()
+    visit.page.locator("#contributions .fold details summary").click()
     rows = visit.texts("#contributions tbody tr")
     assert len(rows) == 30
     assert not any("not measured" in row for row in rows)
@@ -216,7 +216,7 @@ def test_the_gain_over_batch_sizes_is_drawn_with_its_end(browser: Browser, tmp_p
         chart = visit.page.locator(f"#{name}")
         assert chart.locator(".xtick text").all_text_contents() == ["8", "64", "128", "512"]
         assert chart.locator(".point").count() == chart.locator(".errorbar").count() == 4
-    rows = [row.split("\t") for row in visit.texts("#batch-sweep > .scroller tbody tr")]
+    rows = [row.split("\t") for row in visit.texts("#batch-sweep .fold > .scroller tbody tr")]
     assert [row[0].strip() for row in rows] == ["mlp", "lenet", "resnet18"]
     assert [row[5].strip() for row in rows][2] == "ends at batch 128"
     assert visit.complaints == []
@@ -275,7 +275,7 @@ def test_a_phone_scrolls_down_only(browser: Browser, gpu_page: Path) -> None:
     widths = visit.page.locator(".chart .main-svg").evaluate_all("all => all.map((svg) => svg.clientWidth)")
     assert max(widths) <= 390
     assert visit.page.locator("#speedup-0 .annotation").count() == 11
-    visit.page.locator("#fusion summary").first.click()
+    visit.page.locator("#fusion .fold details summary").first.click()
     tables = visit.page.locator("#fusion .scroller:visible")
     assert max(tables.evaluate_all("all => all.map((table) => table.scrollWidth - table.clientWidth)")) <= 0
     visit.page.set_viewport_size({"width": 1280, "height": 900})
@@ -290,8 +290,8 @@ def test_the_tables_are_readable_without_scripts(browser: Browser, gpu_page: Pat
     assert visit.page.locator("#fusion tbody tr:visible").count() == 6 * 3
     assert visit.page.locator(".unscripted:visible").count() == 11
     assert visit.page.locator(".chart:visible").count() == 0
-    visit.page.locator("#history summary").first.click()
-    for case in visit.page.locator("#history details details summary").all():
+    visit.page.locator("#history .fold details summary").first.click()
+    for case in visit.page.locator("#history .fold details details summary").all():
         case.click()
     assert visit.page.locator("#history table.plain tbody tr:visible").count() == 3 * 3
     assert visit.page.locator("#history table.plain tbody td:visible").count() == 3 * 3 * 4
@@ -373,8 +373,8 @@ def test_names_from_results_stay_text(browser: Browser, tmp_path: Path) -> None:
     assert len(set(visit.page.locator("#variants tbody tr").evaluate_all("rows => rows.map((row) => row.id)"))) == 4
     visit.page.locator("#variants tbody tr a").last.click()
     assert visit.page.locator("#variants tr:target").count() == 1
-    visit.page.locator("#fusion summary").click()
-    assert hostile[:20] in visit.page.locator("#fusion details").inner_text()
+    visit.page.locator("#fusion .fold details summary").click()
+    assert hostile[:20] in visit.page.locator("#fusion .fold details").inner_text()
     assert "its plan cannot be read: before_us: " in visit.page.locator("#fusion .notice").inner_text()
     visit.page.locator("#streams-0 .point path").first.hover(force=True)
     visit.page.wait_for_function("() => document.querySelector('#streams-0 .hovertext')")
@@ -431,7 +431,7 @@ def test_commits_lead_to_their_pages_which_nothing_fetches(
     (tmp_path / "asv.conf.json").write_text(json.dumps({"show_commit_url": address}))
     monkeypatch.setattr(project, "here", lambda: Project(tmp_path, tmp_path, is_kitsune=True))
     visit = Visit(browser, written(tmp_path / "results", tmp_path / "report.html"))
-    visit.page.locator("#history details summary").last.click()
+    visit.page.locator("#history .fold details summary").last.click()
     places = ("header dd a", "#history table.sortable tbody td:first-child a")
     links = [visit.page.locator(place).evaluate_all("all => all.map((link) => link.href)") for place in places]
     newest, older = (address + commit for commit in sample.COMMITS[:0:-1])
@@ -451,15 +451,28 @@ _INSIDE = """texts => texts.filter((text) => {
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1000, 1400])
 def test_what_is_written_in_charts_is_not_cut(browser: Browser, gpu_page: Path, width: int) -> None:
-    visit = Visit(browser, gpu_page, width=width, draw="#memory .chart, #samples .chart")
+    visit = Visit(browser, gpu_page, width=width, draw="#memory .chart, #set-up .chart, #samples .chart")
     assert visit.page.locator("#memory .bartext").count() > 0
-    assert visit.page.locator("#memory .bartext, #samples .xtitle").evaluate_all(_INSIDE) == []
+    assert visit.page.locator("#set-up .bartext", has_text=" steps (").count() > 0
+    assert visit.page.locator("#memory .bartext, #set-up .bartext, #samples .xtitle").evaluate_all(_INSIDE) == []
     overlaps = """charts => charts.filter((chart) => {
       const boxOf = (name) => chart.querySelector(name).getBoundingClientRect();
       const [share, bytes] = [boxOf(".xtick text"), boxOf(".ytick text")];
       return share.left < bytes.right && share.top < bytes.bottom;
     }).length"""
     assert visit.page.locator("#memory [id^=allocation]").evaluate_all(overlaps) == 0
+
+
+@needs_chromium
+def test_a_point_of_the_history_tells_its_commit_and_interval(browser: Browser, gpu_page: Path) -> None:
+    visit = Visit(browser, gpu_page, draw="#history-0")
+    visit.page.locator("#history-0 .points path").first.hover(force=True)
+    visit.page.wait_for_selector("#history-0 .hovertext")
+    told = visit.page.locator("#history-0 .hovertext").first.text_content() or ""
+    numbers = r"0\.\d{3} \[0\.\d{3}, 0\.\d{3}\]"
+    assert re.fullmatch(
+        rf"Kitsune drop-in · fp32{sample.COMMITS[0][:8]}{numbers} × as fast as captured by hand\d{{3}}µs per step", told
+    )
 
 
 @needs_chromium
@@ -497,9 +510,9 @@ def test_without_scripts_curves_have_tables(browser: Browser, gpu_page: Path) ->
     visit = Visit(browser, gpu_page, scripts=False)
     for section in ("loss", "drift", "samples"):
         assert visit.page.locator(f"#{section} tbody tr").count() > 20, section
-    visit.page.locator("#loss summary").click()
+    visit.page.locator("#loss .fold details summary").click()
     first = visit.texts("#loss tbody tr")[0].split("\t")
     assert first[0].strip() == "mlp"
     assert [cell.split()[1:] for cell in first[4:]] == [["step", str(step)] for step in (0, 50, 100, 150, 200)]
-    visit.page.locator("#drift summary").click()
+    visit.page.locator("#drift .fold details summary").click()
     assert len(visit.texts("#drift th")) == 4 + 5

@@ -59,6 +59,58 @@ def test_charts_are_drawn_as_they_come_near_and_on_paper_all(visit: Visit) -> No
         assert visit.page.locator(f"{control}:visible").count() == 0
 
 
+@pytest.fixture
+def phone(browser: Browser, gpu_page: Path) -> Iterator[Visit]:
+    visit = Visit(browser, gpu_page, width=390, draw=None, folded=True)
+    yield visit
+    assert visit.complaints == []
+    visit.page.context.close()
+
+
+OPEN = "#{} > .fold[open]"
+
+
+def test_a_phone_has_the_answer_first_and_the_rest_folded(phone: Visit) -> None:
+    assert phone.page.evaluate("document.documentElement.scrollHeight") < 4 * 900
+    assert phone.page.locator("#summary table:visible").count() == 1
+    assert phone.page.locator("#regressions .command:visible").count() == 1
+    assert phone.page.locator(".fold[open]").count() == 0
+    assert phone.page.locator("main h2:visible").count() == phone.page.locator("main > section:visible").count()
+    phone.page.locator("#speed-up h2").click()
+    phone.page.wait_for_selector("#speedup-0 .main-svg")
+    assert phone.page.locator("#memory .main-svg").count() == 0
+    phone.page.locator("#variants h2").click()
+    heights = phone.page.locator("#variants .scroller").evaluate_all("all => all.map((one) => one.offsetHeight)")
+    assert max(heights) <= 0.75 * 900
+
+
+def test_what_a_phone_has_folded_is_opened_by_links_and_on_paper(phone: Visit) -> None:
+    for _ in range(2):
+        phone.page.locator("nav a[href='#memory']").click()
+        phone.page.wait_for_selector(OPEN.format("memory"))
+        assert phone.page.locator("nav").evaluate("nav => nav.getBoundingClientRect().top") == 0
+        phone.page.locator("#memory h2").click()
+        assert phone.page.locator(OPEN.format("memory")).count() == 0
+    phone.page.evaluate("link => { window.location.hash = link; }", LINK)
+    phone.page.wait_for_selector("tr:target")
+    assert phone.page.locator("tr:target").is_visible()
+    assert phone.page.locator(".fold[open]").count() == 1
+    phone.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert phone.page.locator(".fold:not([open])").count() == 0
+    assert phone.page.locator(".chart:not(:has(.main-svg))").count() == 0
+
+
+def test_without_scripts_a_phone_has_all_open(browser: Browser, gpu_page: Path) -> None:
+    visit = Visit(browser, gpu_page, width=390, scripts=False)
+    assert visit.page.locator(".fold:not([open])").count() == 0
+    visit.page.locator("#variants h2").click()
+    assert visit.page.locator("#variants table:visible").count() == 0
+
+
+def test_a_wide_page_has_all_open(visit: Visit) -> None:
+    assert visit.page.locator(".fold:not([open])").count() == 0
+
+
 def test_words_filter_the_rows_of_a_table(visit: Visit) -> None:
     words = visit.page.locator("#variants .filter input")
     words.fill("AMP trainstep")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from asv.results import iter_results_paths
 
+from harness import profiles
 from harness.measure import Probe
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case, Effort
@@ -50,9 +51,7 @@ def silent(what: str, used_s: float, left_s: float) -> None:
 
 def plan(**changes: Any) -> selftest.Plan:
     slowdowns = (0.0,) * 6 + (0.01, 0.03, 0.05, 0.10)
-    return replace(
-        selftest.Plan((CASE,), ("eager_fp32",), slowdowns, 12, 1e6, 0.03, selftest.EFFORTS["cpu"]), **changes
-    )
+    return replace(selftest.Plan((CASE,), ("eager_fp32",), slowdowns, 12, 1e6, 0.03, selftest.effort("cpu")), **changes)
 
 
 def rows(launcher: Pretender, **changes: Any) -> list[JudgedRow]:
@@ -67,7 +66,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unchanged_code_is_not_flagged_and_planted_slowdowns_are_found() -> None:
-    found = {rate.slowdown: rate for rate in outcome.rates(rows(Pretender(), rows=60)) if rate.judge == outcome.HARNESS}
+    launcher = Pretender(process=0.001, block=0.003)
+    found = {rate.slowdown: rate for rate in outcome.rates(rows(launcher, rows=60)) if rate.judge == outcome.HARNESS}
     assert found[0.0].rows == 60
     assert found[0.0].found == 0
     assert found[0.10].found == found[0.10].rows == 10
@@ -78,16 +78,18 @@ def test_unchanged_code_is_not_flagged_and_planted_slowdowns_are_found() -> None
 def test_both_commits_have_as_many_rounds_and_take_turns_in_coming_first() -> None:
     launcher = Pretender()
     rows(launcher, rows=1)
-    most = selftest.EFFORTS["cpu"].most_rounds
     changed = [any(job.slowdowns) for job in launcher.jobs]
-    assert changed == [False, True, True, False] * (most // 2)
+    assert changed == [False, True, True, False, False, True]
     assert len({job.seed for job in launcher.jobs}) == len(launcher.jobs)
 
 
 def test_it_stops_at_the_rows_that_were_asked_for_or_when_time_is_up() -> None:
     assert len([row for row in rows(Pretender(), rows=7) if row.slowdown == 0]) == 12
     assert rows(Pretender(), seconds=1.0) == []
-    assert len(rows(Pretender(), seconds=200.0, rows=10**6)) % 10 == 0
+    some = rows(Pretender(), seconds=200.0, rows=10**6)
+    assert some
+    assert len(some) % 10 == 0
+    assert {row.rounds for row in some} == {3}
 
 
 def test_progress_tells_what_is_left() -> None:
@@ -114,18 +116,20 @@ def test_the_result_is_a_file_beside_the_machine_s_results(
     (path,) = (tmp_path / "here" / "selftest").iterdir()
     content = json.loads(path.read_text())
     assert content["facts"] == FACTS
-    assert content["effort"]["most_rounds"] == 8
+    assert content["effort"]["rounds"] == profiles.effort(profiles.DEFAULT, "cpu").rounds == 3
     assert {row["case"] for row in content["rows"]} == {"mlp-b16"}
     assert str(path) in capsys.readouterr().out
-    found, problems = outcome.load(tmp_path / "here", FACTS, 0.03)
+    found, problems = outcome.load(tmp_path / "here", FACTS, 0.03, 3)
     assert len(found) == len(content["rows"]) == 28
     assert problems == []
     told = outcome.sentence(found, 0.03)
     assert told is not None
     assert "of 20 rows falsely flagged" in told
     assert "10%: 100% of 2" in told
-    assert outcome.load(tmp_path / "here", FACTS | {"torch": "3"}, 0.03)[0] == ()
-    assert outcome.load(tmp_path / "here", FACTS, 0.05)[0] == ()
+    assert "in 3 rounds of each commit" in told
+    assert outcome.load(tmp_path / "here", FACTS | {"torch": "3"}, 0.03, 3)[0] == ()
+    assert outcome.load(tmp_path / "here", FACTS, 0.05, 3)[0] == ()
+    assert outcome.load(tmp_path / "here", FACTS, 0.03, 8)[0] == ()
 
 
 def test_asv_reads_none_of_it_as_results(
@@ -141,7 +145,7 @@ def test_asv_reads_none_of_it_as_results(
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "selftest").mkdir()
     (tmp_path / "selftest" / "x.selftest").write_text("{}")
-    found, (problem,) = outcome.load(tmp_path, FACTS, 0.03)
+    found, (problem,) = outcome.load(tmp_path, FACTS, 0.03, 3)
     assert found == ()
     assert "x.selftest" in problem
     assert outcome.sentence(found, 0.03) is None
@@ -205,10 +209,31 @@ def test_the_other_judges(ratio: float, asv: Verdict, asv_at_margin: Verdict, ma
     assert verdicts == [asv, asv_at_margin, mann_whitney]
 
 
-def test_a_clear_row_is_judged_after_the_fewest_rounds_and_an_unclear_one_after_all() -> None:
-    clear, unclear = judges.harness_verdicts([samples(1.5), samples(1.03)], 3, 0.03)
-    assert (clear.verdict, clear.rounds) == (Verdict.SLOWER, 3)
-    assert (unclear.verdict, unclear.rounds) == (Verdict.INCONCLUSIVE, 5)
+def test_rows_are_judged_as_a_comparison_judges_them() -> None:
+    clear, unclear = judges.harness_verdicts([samples(1.5), samples(1.03)], 0.03)
+    assert (clear.verdict, unclear.verdict) == (Verdict.SLOWER, Verdict.INCONCLUSIVE)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_row_has_the_rounds_and_turns_that_users_get(device: profiles.DeviceType) -> None:
+    ours, theirs = selftest.effort(device), profiles.effort(profiles.DEFAULT, device)
+    assert (ours.rounds, ours.turns, ours.narrow_within) == (theirs.rounds, theirs.turns, theirs.narrow_within)
+    assert ours.block_seconds < theirs.block_seconds
+
+
+def test_other_numbers_of_rounds_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Pretender()
+    assert run(tmp_path, monkeypatch, launcher, "--rows", "1", "--rounds", "5") == 0
+    assert len(launcher.jobs) == 10
+    (path,) = (tmp_path / "here" / "selftest").iterdir()
+    assert {row["rounds"] for row in json.loads(path.read_text())["rows"]} == {5}
+
+
+@pytest.mark.parametrize("rounds", ["1", "0", "x"])
+def test_one_round_decides_nothing(rounds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        selftest.main(["--rounds", rounds])
+    assert "--rounds" in capsys.readouterr().err
 
 
 class Steps:
