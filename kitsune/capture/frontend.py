@@ -140,7 +140,7 @@ class GuardedFunction:
         except AssertionError as error:
             if self._thread.ran:
                 raise
-            # One of Dynamo's, as where Ctrl-C comes while it asks a guard for the first time. The interrupt is lost then.
+            # One of Dynamo's, as of a guard that fails when it is asked for the first time.
             raise RefusedError(_refusal(error), passing=True) from error
         if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kitsune.capture.interrupts import held_interrupts
 from kitsune.errors import Refusal, RefusedError
 
 _capturing = threading.RLock()
@@ -13,7 +14,7 @@ _capturing = threading.RLock()
 
 @contextmanager
 def sole_capture() -> Iterator[None]:
-    """Within, no other thread captures anything.
+    """Within, no other thread captures anything, and Ctrl-C waits.
 
     Dynamo and `make_fx` replace functions of torch meanwhile, which each other would take for the user's, and which
     captures in several threads would restore in another order. None waits for another one: its call may be waiting for
@@ -25,6 +26,7 @@ def sole_capture() -> Iterator[None]:
     if not _capturing.acquire(blocking=False):
         raise RefusedError(Refusal("another thread is in the midst of a capture"), passing=True)
     try:
-        yield
+        with held_interrupts():
+            yield
     finally:
         _capturing.release()

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from examples import chargpt, cifar10, cifar10_loop, data_parallel, finetune, gan, mnist, text
+from examples import chargpt, cifar10, cifar10_loop, data_parallel, finetune, gan, mnist, text, with_profiler
 from examples.run import Run
 
 
@@ -70,6 +70,9 @@ ANY_LENGTH = Case(
     "text_of_any_length", text.main, f"{_TEXTS} --epochs 2 --texts 70 --longest 12 --pad-to 1", settles=False
 )
 PACKED = Case("text_packed", text.main, f"{_TEXTS} --epochs 4 --model lstm", refused="pack_padded_sequence")
+PROFILED = Case(
+    "with_profiler", with_profiler.main, "--synthetic --limit 14 --batch-size 8 --epochs 1 --wait 6", learns=""
+)
 FINETUNE = Case("finetune", finetune.main, "--batches 20 --batch-size 16 --width 8 --lr 3e-3")
 
 

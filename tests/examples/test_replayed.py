@@ -14,6 +14,7 @@ from tests.examples.cases import (
     GPT,
     MNIST,
     PACKED,
+    PROFILED,
     RESNET,
     TEXT,
     WHOLE_STEP,
@@ -25,7 +26,21 @@ from tests.examples.cases import (
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`")  # the scaler skips the first update
-@parametrize(MNIST, RESNET, BFLOAT16, FLOAT16, WHOLE_STEP, DATA_PARALLEL, GPT, GAN, TEXT, ANY_LENGTH, PACKED, FINETUNE)
+@parametrize(
+    MNIST,
+    RESNET,
+    BFLOAT16,
+    FLOAT16,
+    WHOLE_STEP,
+    DATA_PARALLEL,
+    GPT,
+    GAN,
+    TEXT,
+    ANY_LENGTH,
+    PACKED,
+    FINETUNE,
+    PROFILED,
+)
 def test_replays_train_as_plain_pytorch_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.learns:
         learned = plain(case).series(case.learns)

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -680,3 +681,19 @@ def test_auto_mode_measures_and_keeps_the_faster(form: str) -> None:
     assert status.eager_seconds is not None
     assert status.replay_seconds is not None
     assert status.mode == ("replay" if status.replay_seconds < status.eager_seconds else "eager")
+
+
+def train_beside_others(form: str, barrier: Any) -> str:
+    """Compares a training with eager's in a process of its own, while others do the same."""
+    barrier.wait(120)
+    training = compare(form, building(lambda: Net(batch_norm=True), sgd), steps=300, replays=200, rtol=1e-3, atol=1e-4)
+    return training.status().executor
+
+
+@pytest.mark.support("Failure", "two processes on one GPU", "replayed")
+def test_two_processes_on_one_gpu() -> None:
+    context = get_context("spawn")
+    with context.Manager() as manager, context.Pool(2) as pool:
+        barrier = manager.Barrier(2)
+        found = pool.starmap_async(train_beside_others, [(form, barrier) for form in FORMS]).get(250)
+    assert found == ["cuda graph"] * 2

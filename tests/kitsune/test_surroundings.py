@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,6 +151,41 @@ def test_threads_train_models_of_their_own(form: str) -> None:
         training.run(10, start=200)
         assert training.status().mode == "replay", training.status()
         assert training.status().replays >= 8
+
+
+@pytest.mark.support("Failure", "a process that is forked in mid-training, and trains on", "replayed")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forked_process_trains_on(form: str) -> None:
+    """As its parent does, and as plain PyTorch does, also with batches of a size that was not captured."""
+
+    def go_on(training: Training) -> list[float]:
+        return [*training.run(4, start=5), *training.run(4, lambda index: batch(index, size=3), start=9)]
+
+    torch.manual_seed(7)
+    expected = Training("eager", *net_and_adam())
+    expected.run(5)
+    torch.manual_seed(7)
+    training = Training(form, *net_and_adam())
+    training.run(5)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            replayed = training.status().replays
+            losses = go_on(training)
+            os.write(writing, json.dumps([losses, training.status().replays - replayed]).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        losses, replayed = json.loads(pipe.read())
+    os.waitpid(pid, 0)
+    wanted = go_on(expected)
+    assert losses == wanted
+    assert replayed > 4
+    assert go_on(training) == wanted
 
 
 @pytest.mark.support("Ecosystem", "torch.profiler is told of the optimizer's `step` and `zero_grad`", "replayed")

@@ -261,7 +261,7 @@ def test_a_refusal_of_the_runner_passes_through() -> None:
 
 
 def test_an_assertion_of_dynamos_is_a_refusal_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As "Guard failed on the same frame it was created", where Ctrl-C comes while a guard is asked."""
+    """As "Guard failed on the same frame it was created", where an exception comes while a guard is asked."""
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("Guard failed")
