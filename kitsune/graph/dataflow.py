@@ -56,7 +56,15 @@ def outputs(graph: fx.Graph) -> list[Result]:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether it does at this call: attention without dropout draws none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.kwargs.get(argument.name, argument.default_value)
+            return bool((node.args[position] if position < len(node.args) else given) != 0.0)
+    return True
 
 
 def reshaped(graph: fx.Graph) -> set[int]:

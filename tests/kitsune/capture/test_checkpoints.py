@@ -62,6 +62,14 @@ def a_part_of_a_result(block: nn.Module, x: Tensor) -> Tensor:
     return outer * inner.exp()
 
 
+def attention(block: nn.Module, x: Tensor) -> Tensor:
+    def attend(x: Tensor) -> Tensor:
+        heads = block(x).view(1, -1, 2, 4).transpose(1, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(-1, 8)
+
+    return once(attend, x)
+
+
 CALLS: dict[str, Call] = {
     "once": once,
     "reentrant": reentrant,
@@ -72,6 +80,7 @@ CALLS: dict[str, Call] = {
     "autocast": under_autocast,
     "random numbers": random_numbers,
     "a part of a result": a_part_of_a_result,
+    "attention": attention,
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kitsune.capture.trace import trace
 from kitsune.graph import dataflow
@@ -139,3 +140,12 @@ def test_outputs_keep_their_gaps() -> None:
     outputs = dataflow.outputs(graph.graph)
     assert [output is None for output in outputs] == [False, True, False]
     assert len(dataflow.placeholders(graph.graph)) == 1
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_draws_random_numbers_for_dropout_alone(dropout: float) -> None:
+    def attend(x: Tensor) -> list[Tensor]:
+        return [functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)]
+
+    graph = trace(attend, [torch.randn(2, 2, 8, 8)]).graph
+    assert any(map(dataflow.draws_random_numbers, graph.nodes)) == (dropout > 0)
