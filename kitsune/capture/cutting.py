@@ -65,11 +65,12 @@ class Root(NamedTuple):
     leaf: torch.Tensor | None
 
 
-def cut(graph: fx.Graph, outputs: Sequence[fx.Node]) -> Cut:
+def cut(graph: fx.Graph, outputs: Sequence[fx.Node], boundaries: Collection[fx.Node] = ()) -> Cut:
     """As few stages as there can be without moving an operator, by the sample values of the graph's nodes.
 
     Args:
         outputs: the differentiable ones.
+        boundaries: nodes that end their stage beside.
     """
     leading = _leading(graph, set(outputs))
     stages: dict[fx.Node, int] = {}
@@ -80,6 +81,8 @@ def cut(graph: fx.Graph, outputs: Sequence[fx.Node]) -> Cut:
             present, latest = present + 1, set()
         stages[node] = present
         latest |= {node} & set(outputs)
+        if node in boundaries:
+            present, latest = present + 1, set()
     others = [
         (node, index)
         for node in graph.nodes

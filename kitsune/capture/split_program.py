@@ -8,12 +8,14 @@ values that the backward pass reads. The backward pass has a part for each node 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from kitsune.capture.buckets import boundaries
 from kitsune.capture.checkpoints import inline_checkpoints
 from kitsune.capture.cutting import Cut, Root, cut, run_in_stages
 from kitsune.capture.layout import TensorLayout
@@ -56,12 +58,16 @@ class SplitProgram:
 
 
 def trace_split(
-    graph: fx.GraphModule, flat: Sequence[torch.Tensor], autocast: torch.dtype | None = None
+    graph: fx.GraphModule,
+    flat: Sequence[torch.Tensor],
+    autocast: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
 ) -> SplitProgram:
     """Traces `graph(*flat)`, the call of a module, and its backward pass.
 
     Args:
         autocast: as in `SplitProgram`.
+        bucket_bytes: how much of the gradients is wanted at a time, before the rest; None: all may come at the end.
 
     Raises:
         RefusedError: the call cannot be captured.
@@ -70,11 +76,23 @@ def trace_split(
     if refusal is not None:
         raise RefusedError(refusal)
     inline_checkpoints(graph)
+    heads = [
+        result for result in dataflow.outputs(graph.graph) if result is not None and _example(result).requires_grad
+    ]
+    if not heads:
+        raise RefusedError(Refusal("no output of the model requires a gradient"))
+    ends = set[fx.Node]() if bucket_bytes is None else boundaries(graph.graph, heads, bucket_bytes)
+    if ends:
+        with suppress(RefusedError):
+            return _traced(graph, flat, autocast, cut(graph.graph, heads, ends))
+    return _traced(graph, flat, autocast, cut(graph.graph, heads))
+
+
+def _traced(
+    graph: fx.GraphModule, flat: Sequence[torch.Tensor], autocast: torch.dtype | None, stages: Cut
+) -> SplitProgram:
     results = dataflow.outputs(graph.graph)
     differentiable = tuple(_example(result).requires_grad for result in results)
-    if not any(differentiable):
-        raise RefusedError(Refusal("no output of the model requires a gradient"))
-    stages = cut(graph.graph, [result for result in results if result is not None and _example(result).requires_grad])
     layouts = stages.layouts()
     traced: list[TracedPart] = []
 

@@ -146,6 +146,12 @@ def is_reduced() -> bool:
     return DistributedDataParallel._active_ddp_module is not None  # Dynamo's own way to know
 
 
+def bucket_bytes() -> int | None:
+    """In how many bytes of gradients at a time the `DistributedDataParallel` that is calling its module sends them."""
+    wrapper = DistributedDataParallel._active_ddp_module
+    return None if wrapper is None else int(wrapper.bucket_bytes_cap)
+
+
 class Interceptor(ABC):
     """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
     Kitsune's own."""

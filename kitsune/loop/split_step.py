@@ -15,7 +15,7 @@ from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
-from kitsune.capture.watch import refuse_surroundings
+from kitsune.capture.watch import bucket_bytes, refuse_surroundings
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
@@ -277,7 +277,8 @@ class SplitStep(GuardedStep):
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None
         self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
-        return self._recorded(trace_split(graph, flat, self._autocast), graph, flat, num_streams=1)
+        program = trace_split(graph, flat, self._autocast, bucket_bytes())
+        return self._recorded(program, graph, flat, num_streams=1)
 
     def _record_case(self, part: BackwardPart, missing: frozenset[int]) -> Recording | None:
         graphs = self._graphs

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -118,6 +119,27 @@ def verified(run: Run) -> None:
 def gradients_in_buckets(run: Run) -> None:
     run.build(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
     for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
+def gradients_sent_during_the_backward_pass(run: Run) -> None:
+    """Those of the last layer are on their way when that of the first one arrives."""
+    run.build(bucket_cap_mb=1e-4)
+    assert isinstance(run.model, DistributedDataParallel)
+    sent: list[int] = []
+
+    def send(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.index())
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    send.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}  # it wants no strings
+    run.model.register_comm_hook(None, send)
+    first = run.model.module.get_submodule("first")
+    assert isinstance(first.weight, nn.Parameter)
+    first.weight.register_hook(lambda grad: run.seen.append(torch.tensor([0 in sent, len(sent)])))
+    for index in range(STEPS):
+        sent.clear()
         run.step(index)
 
 
