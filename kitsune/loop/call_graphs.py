@@ -157,7 +157,7 @@ class CallGraphs:
     @property
     def has_new_cases(self) -> bool:
         """See `BackwardGraph`."""
-        return any(graph.has_new_cases for graph in self._backwards)
+        return True in [graph.has_new_cases for graph in self._backwards]
 
     def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
         """See `BackwardGraph`."""
@@ -166,10 +166,12 @@ class CallGraphs:
 
     def take_counts(self) -> tuple[int, int]:
         """The sums of `num_copied` and `num_partial` of its backward graphs, since this was last asked."""
-        counts = sum(graph.num_copied for graph in self._backwards), sum(graph.num_partial for graph in self._backwards)
+        copied = partial = 0
         for graph in self._backwards:
+            copied += graph.num_copied
+            partial += graph.num_partial
             graph.num_copied = graph.num_partial = 0
-        return counts
+        return copied, partial
 
     def refuse_backward(self) -> None:
         """A backward pass is to be differentiated or batched.

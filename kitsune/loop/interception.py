@@ -73,10 +73,10 @@ class ModuleFinder:
 
         While a thread captures, calls in others look as if they were traced, and are passed over.
         """
-        if torch.compiler.is_compiling():
+        if not self._steps_left or torch.compiler.is_compiling():
             return
         self._steps_left -= 1
-        if self._steps_left == 0:
+        if not self._steps_left:
             self.stop()
 
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:

@@ -178,8 +178,8 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        may_record = is_quiet() and refuse_surroundings() is None
-        if self._graphs.has_new_cases and self.chooser.refusal is None and may_record:
+        wants_recordings = self._graphs.has_new_cases and self.chooser.refusal is None
+        if wants_recordings and is_quiet() and refuse_surroundings() is None:
             self._graphs.record_cases(self._record_case)
         copied, partial = self._graphs.take_counts()
         if copied:
