@@ -76,15 +76,16 @@ class CallGraphs:
     def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The outputs of a call as the loop gets them."""
         self.has_replayed_loss = False
-        if self._deferral is not None and self._deferral.may_begin(self._tails):
+        tails = self._tails
+        if self._deferral is not None and self._deferral.may_begin(tails):
             self._contexts = []
-            following = Following(DeferredCall(self, self._deferral, flat), self._layouts, self._tails)
-            self._tails.lend(following)
+            following = Following(DeferredCall(self, self._deferral, flat), self._layouts, tails)
+            tails.lend(following)
             return following.pending_outputs()
         followed = self.call_now(flat)
-        if self.tail_step is None or self._tails.are_refused():
+        if self.tail_step is None or (tails.known and not tails.are_usable()):
             return followed.outputs()
-        return Following(followed, self._layouts, self._tails).outputs(self.program.differentiable)
+        return Following(followed, self._layouts, tails).outputs(self.program.differentiable)
 
     def call_now(self, flat: Sequence[torch.Tensor]) -> _FollowedCall:
         """Runs a call."""

@@ -120,9 +120,9 @@ class Tails:
         self.known: tuple[Tail, ...] = ()
         self._user: weakref.ref[Following] | None = None
 
-    def are_refused(self) -> bool:
-        """Whether there are some, and none can be replayed."""
-        return bool(self.known) and False not in [tail.refused for tail in self.known]
+    def are_usable(self) -> bool:
+        """Whether there are some that can be replayed."""
+        return False in [tail.refused for tail in self.known]
 
     def settle(self) -> None:
         """Has the user's call run, if that was put off and somebody may still ask for its outputs."""

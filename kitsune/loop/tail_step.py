@@ -38,16 +38,18 @@ class _Recorded:
     """A tail, ready to replay.
 
     Attributes:
+        given: what it takes after the values of the call.
         results: the places of what it returns before the gradients.
-        gives: whether the first one is the caller's already.
+        kept: of these, the ones that the next replay overwrites.
         trained: the parameters that get a gradient.
         static: the gradients, where the recording keeps them.
         surroundings: hold as long as nothing wants to see the backward pass.
     """
 
     recording: Recording
+    given: list[Tensor]
     results: tuple[int, ...]
-    gives: bool
+    kept: tuple[int, ...]
     trained: list[Tensor]
     static: list[Tensor]
     handed_out: HandedOut
@@ -62,6 +64,10 @@ class TailStep:
         forward: its recorded forward pass.
         trained: the parameters that get gradients, as in the program.
         gradients: static gradients by address; entries are added here.
+
+    Attributes:
+        is_repeatable: whether calls may be replayed with their tails: it makes no difference when the forward pass
+            runs, and each output has a gradient.
     """
 
     def __init__(
@@ -80,7 +86,7 @@ class TailStep:
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._config, self._streams, self._log = config, streams, log
         self._recorded: dict[tuple[Tail, bool], _Recorded] = {}
-        self._is_repeatable = True  # until that is found to be refused
+        self.is_repeatable = program.repeatable and all(program.differentiable)
 
     def accepts(self, tail: Tail) -> bool:
         """See `kitsune.loop.following.FollowedCall`."""
@@ -93,11 +99,6 @@ class TailStep:
         finally:
             self._setup_seconds += time.perf_counter() - started
         return True
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether it makes no difference when the forward pass runs; and each output has a gradient."""
-        return self._is_repeatable and self._program.repeatable and all(self._program.differentiable)
 
     def replay(
         self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], *, whole: bool = False
@@ -121,19 +122,19 @@ class TailStep:
                 recorded = self._recorded[tail, whole] = self._record(tail, values, wanted, whole)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
-                self._is_repeatable &= not whole
+                self.is_repeatable &= not whole
                 tail.refused = not whole
                 return None
-        is_complete = set(wanted) <= set(recorded.results)
-        if not (is_complete and _may_add(recorded.trained) and _make_way(recorded)):
+        there = [param.grad for param in recorded.trained]
+        is_complete = set(wanted).issubset(recorded.results)
+        if not (is_complete and _may_add(recorded.trained, there) and _make_way(recorded, there)):
             return None
-        found = recorded.recording([*values, *_given(tail)])
-        count = len(recorded.results)
-        results = dict(zip(recorded.results, found[:count], strict=True))
-        if recorded.recording.executor.keeps_outputs:
-            kept = recorded.results[recorded.gives :]
-            results |= _copies({place: results[place] for place in kept if place in (tail.root, *wanted)})
-        _accumulate(recorded.trained, found[count:])
+        found = recorded.recording([*values, *recorded.given])
+        results = dict(zip(recorded.results, found, strict=False))
+        kept = {place: results[place] for place in recorded.kept if place == tail.root or place in wanted}
+        if kept:
+            results |= _copies(kept)
+        _accumulate(recorded.trained, there, found[len(recorded.results) :])
         return results
 
     def take_setup_seconds(self) -> float:
@@ -151,7 +152,8 @@ class TailStep:
 
     def _record(self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], whole: bool) -> _Recorded:
         started = time.perf_counter()
-        inputs = [*(tensor.detach() for tensor in values), *_given(tail)]
+        given = [tensor for some in tail.given for tensor in some]
+        inputs = [*(tensor.detach() for tensor in values), *given]
         flat = inputs[: len(values)] if whole else None
         if whole:  # whichever outputs are wanted another time
             outputs = (place for place in range(len(self._program.differentiable)) if place != tail.root)
@@ -175,11 +177,9 @@ class TailStep:
         self._setup_seconds += time.perf_counter() - started
         trained = [self._trained[place] for place in program.gradient_places]
         surroundings = facts_type()([*surrounding_facts(), *parameter_hook_facts(self._trained.values())])
-        return _Recorded(recording, program.results, gives, trained, static, HandedOut(static), surroundings)
-
-
-def _given(tail: Tail) -> list[Tensor]:
-    return [tensor for some in tail.given for tensor in some]
+        kept = program.results[gives:] if recording.executor.keeps_outputs else ()
+        handed_out = HandedOut(static)
+        return _Recorded(recording, given, program.results, kept, trained, static, handed_out, surroundings)
 
 
 def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
@@ -190,12 +190,12 @@ def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     return copy.deepcopy(values)
 
 
-def _make_way(recorded: _Recorded) -> bool:
+def _make_way(recorded: _Recorded, there: Sequence[Tensor | None]) -> bool:
     """Whether nobody refers to static gradients any more. Those that are in `.grad` get memory of their own."""
     if not recorded.handed_out.in_use():
         return True
     places = {tensor.data_ptr() for tensor in recorded.static}
-    here = [grad for param in recorded.trained if (grad := param.grad) is not None and grad.data_ptr() in places]
+    here = [grad for grad in there if grad is not None and grad.data_ptr() in places]
     if recorded.handed_out.in_use({grad.untyped_storage().data_ptr() for grad in here}):
         return False
     for grad in here:
@@ -203,23 +203,22 @@ def _make_way(recorded: _Recorded) -> bool:
     return True
 
 
-def _may_add(trained: Sequence[Tensor]) -> bool:
-    """Whether all that autograd would do is to leave gradients, or to add them to those that are there."""
+def _may_add(trained: Sequence[Tensor], there: Sequence[Tensor | None]) -> bool:
+    """Whether all that autograd would do is to leave gradients, or to add them to those that are `there`."""
     if False in [param.requires_grad for param in trained]:
         return False
-    there = [grad for param in trained if (grad := param.grad) is not None]
-    return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
+    return not [one for one in there if one is not None and (one.requires_grad or one.layout is not torch.strided)]
 
 
-def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Leaves `grads` in `.grad`, as a backward pass does."""
-    there, added = list[Tensor](), list[Tensor]()
-    for param, grad in zip(trained, grads, strict=True):
-        if param.grad is None:
+def _accumulate(trained: Sequence[Tensor], there: Sequence[Tensor | None], grads: Sequence[Tensor]) -> None:
+    """Leaves `grads` in `.grad`, as a backward pass does where `there` is what it finds."""
+    sums, added = list[Tensor](), list[Tensor]()
+    for param, earlier, grad in zip(trained, there, grads, strict=True):
+        if earlier is None:
             param.grad = grad.detach()
         else:
-            there.append(param.grad)
+            sums.append(earlier)
             added.append(grad)
-    if there:
+    if sums:
         with torch.no_grad():
-            torch._foreach_add_(there, added)
+            torch._foreach_add_(sums, added)
