@@ -121,8 +121,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         # torch asks first whether a profiler wants to know, which takes several times as long.
         for group in self._wrapped.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    param.grad = None
+                param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wrapped.add_param_group(param_group)

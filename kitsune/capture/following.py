@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -130,7 +131,7 @@ def pending(layout: TensorLayout, follower: Follower, place: int) -> PendingTens
     # What `register_hook` does takes as long as all of the above. It counts its hooks from 0 on.
     with plainly():
         result._backward_hooks = hooks = OrderedDict()
-    hooks[-1] = _Onward(follower, place)
+    hooks[-1] = partial(_go_on, follower, place)
     return result
 
 
@@ -160,17 +161,12 @@ def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:
     return argument
 
 
-class _Onward:
+def _go_on(follower: Follower, place: int, gradient: Tensor) -> None:
     """A hook of a pending tensor: what reaches it has come by a way that was not followed.
 
     More may come by the ways that were, or from another one: all of them go through the same nodes.
     """
-
-    def __init__(self, follower: Follower, place: int) -> None:
-        self._follower, self._place = follower, place
-
-    def __call__(self, gradient: Tensor) -> None:
-        torch.autograd.backward(self._follower.value(self._place), gradient, retain_graph=True)
+    torch.autograd.backward(follower.value(place), gradient, retain_graph=True)
 
 
 def _follower(arguments: tuple[Any, ...]) -> Follower | None:

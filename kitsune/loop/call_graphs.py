@@ -226,7 +226,7 @@ class CallGraphs:
         If it was put off and somebody still refers to its outputs, it runs now.
         """
         self._tails.settle()
-        if not self.forward.executor.keeps_outputs:
+        if not (self._contexts and self.forward.executor.keeps_outputs):
             return False
         contexts = [context for reference in self._contexts if (context := reference()) is not None]
         waiting = [context for context in contexts if not context.is_spent and _can_go_back(context)]

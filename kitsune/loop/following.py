@@ -415,25 +415,28 @@ class Following:
             self._done.root = root
             self._done.refused = not self._call.accepts(self._done)
             self._tails.known = (*self._tails.known, self._done)
-        self._end()
+        self._end(self._alive())
 
     def _replay(self, tail: Tail) -> bool:
-        alive = [place for place, reference in self._pending.items() if reference() is not None]
-        wanted = [place for place in alive if place != tail.root and place not in self._values]
         assert self._call is not None
+        alive = self._alive()
+        wanted = [place for place in alive if place != tail.root and place not in self._values]
         results = self._call.replay(tail, wanted)
         if results is None:
             return False
         values = {place: value.detach() for place, value in self._values.items()}
         self._values = {**results, **values}
-        self._end()
+        self._end(alive)
         self._is_spent = True
         return True
 
-    def _end(self) -> None:
+    def _alive(self) -> list[int]:
+        """The places of pending tensors that somebody still has."""
+        return [place for place, reference in self._pending.items() if reference() is not None]
+
+    def _end(self, alive: Sequence[int]) -> None:
         """Lets go of all but the results that somebody still has."""
-        alive = {place for place, reference in self._pending.items() if reference() is not None}
-        self._values = {place: value for place, value in self._values.items() if place in alive}
+        self._values = {place: self._values[place] for place in alive if place in self._values}
         self._versions = {}
         self._is_open, self._call = False, None
         self._outputs, self._done, self._candidates, self._num_done = (), _NOTHING, (), 0

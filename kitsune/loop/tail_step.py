@@ -30,7 +30,7 @@ from kitsune.fallback import RefusalLog
 from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
-from kitsune.native.facts import Facts
+from kitsune.native.facts import Facts, attribute
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _Recorded:
         kept: of these, the ones that the next replay overwrites.
         trained: the parameters that get a gradient.
         static: the gradients, where the recording keeps them.
-        surroundings: hold as long as nothing wants to see the backward pass.
+        surroundings: hold as long as nothing wants to see the backward pass, and all of these require a gradient.
     """
 
     recording: Recording
@@ -117,6 +117,8 @@ class TailStep:
             if refusal is not None:
                 self._log.add(RefusedError(refusal, passing=True))
                 return None
+            if False in [param.requires_grad for param in self._trained.values()]:
+                return None
         if recorded is None:
             try:
                 recorded = self._recorded[tail, whole] = self._record(tail, values, wanted, whole)
@@ -125,16 +127,17 @@ class TailStep:
                 self.is_repeatable &= not whole
                 tail.refused = not whole
                 return None
-        there = [param.grad for param in recorded.trained]
-        is_complete = set(wanted).issubset(recorded.results)
-        if not (is_complete and _may_add(recorded.trained, there) and _make_way(recorded, there)):
+        there = [grad for param in recorded.trained if (grad := param.grad) is not None]
+        if not set(wanted).issubset(recorded.results) or (there and not _may_add(there)):
+            return None
+        if not _make_way(recorded, there):
             return None
         found = recorded.recording([*values, *recorded.given])
         results = dict(zip(recorded.results, found, strict=False))
         kept = {place: results[place] for place in recorded.kept if place == tail.root or place in wanted}
         if kept:
             results |= _copies(kept)
-        _accumulate(recorded.trained, there, found[len(recorded.results) :])
+        _accumulate(recorded.trained, found[len(recorded.results) :])
         return results
 
     def take_setup_seconds(self) -> float:
@@ -176,7 +179,14 @@ class TailStep:
             self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
         self._setup_seconds += time.perf_counter() - started
         trained = [self._trained[place] for place in program.gradient_places]
-        surroundings = facts_type()([*surrounding_facts(), *parameter_hook_facts(self._trained.values())])
+        all_trained = self._trained.values()
+        surroundings = facts_type()(
+            [
+                *surrounding_facts(),
+                *parameter_hook_facts(all_trained),
+                *(attribute(param, "requires_grad") for param in all_trained),
+            ]
+        )
         kept = program.results[gives:] if recording.executor.keeps_outputs else ()
         handed_out = HandedOut(static)
         return _Recorded(recording, given, program.results, kept, trained, static, handed_out, surroundings)
@@ -190,12 +200,12 @@ def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     return copy.deepcopy(values)
 
 
-def _make_way(recorded: _Recorded, there: Sequence[Tensor | None]) -> bool:
-    """Whether nobody refers to static gradients any more. Those that are in `.grad` get memory of their own."""
+def _make_way(recorded: _Recorded, there: Sequence[Tensor]) -> bool:
+    """Whether nobody refers to static gradients any more. Those that are `there` get memory of their own."""
     if not recorded.handed_out.in_use():
         return True
     places = {tensor.data_ptr() for tensor in recorded.static}
-    here = [grad for grad in there if grad is not None and grad.data_ptr() in places]
+    here = [grad for grad in there if grad.data_ptr() in places]
     if recorded.handed_out.in_use({grad.untyped_storage().data_ptr() for grad in here}):
         return False
     for grad in here:
@@ -203,22 +213,20 @@ def _make_way(recorded: _Recorded, there: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def _may_add(trained: Sequence[Tensor], there: Sequence[Tensor | None]) -> bool:
-    """Whether all that autograd would do is to leave gradients, or to add them to those that are `there`."""
-    if False in [param.requires_grad for param in trained]:
-        return False
-    return not [one for one in there if one is not None and (one.requires_grad or one.layout is not torch.strided)]
+def _may_add(there: Sequence[Tensor]) -> bool:
+    """Whether all that autograd would do is to add to the gradients that are `there`, in `.grad`."""
+    return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
 
 
-def _accumulate(trained: Sequence[Tensor], there: Sequence[Tensor | None], grads: Sequence[Tensor]) -> None:
-    """Leaves `grads` in `.grad`, as a backward pass does where `there` is what it finds."""
-    sums, added = list[Tensor](), list[Tensor]()
-    for param, earlier, grad in zip(trained, there, grads, strict=True):
-        if earlier is None:
-            param.grad = grad.detach()
+def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Leaves `grads` in `.grad`, as a backward pass does."""
+    there, added = list[Tensor](), list[Tensor]()
+    for param, grad in zip(trained, grads, strict=True):
+        if param.grad is None:
+            param.grad = grad.data  # with a version of its own
         else:
-            sums.append(earlier)
+            there.append(param.grad)
             added.append(grad)
-    if sums:
+    if there:
         with torch.no_grad():
-            torch._foreach_add_(sums, added)
+            torch._foreach_add_(there, added)
