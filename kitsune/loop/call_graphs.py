@@ -66,6 +66,7 @@ class CallGraphs:
         self.stable = frozenset(stable)
         self._step = weakref.ref(step)
         self.has_replayed_loss = False  # in the backward pass of the latest call
+        self._has_gone_back = False  # by a node of autograd's graph, since counts were taken
         self._backwards = backwards
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
         layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
@@ -158,7 +159,7 @@ class CallGraphs:
     @property
     def has_new_cases(self) -> bool:
         """See `BackwardGraph`."""
-        return True in [graph.has_new_cases for graph in self._backwards]
+        return self._has_gone_back and True in [graph.has_new_cases for graph in self._backwards]
 
     def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
         """See `BackwardGraph`."""
@@ -168,6 +169,9 @@ class CallGraphs:
     def take_counts(self) -> tuple[int, int]:
         """The sums of `num_copied` and `num_partial` of its backward graphs, since this was last asked."""
         copied = partial = 0
+        if not self._has_gone_back:
+            return copied, partial
+        self._has_gone_back = self.has_new_cases
         for graph in self._backwards:
             copied += graph.num_copied
             partial += graph.num_partial
@@ -241,6 +245,10 @@ class CallGraphs:
     def settle(self) -> None:
         """Has the latest call run, if that was put off and somebody still refers to its outputs."""
         self._tails.settle()
+
+    def goes_back(self) -> None:
+        """A node of autograd's graph is about to go back through a part of the call."""
+        self._has_gone_back = True
 
     def now_pending(self, context: Any) -> None:
         self._contexts.append(weakref.ref(context))
@@ -331,6 +339,7 @@ class _Replay(torch.autograd.Function):
         graphs: CallGraphs = ctx.graphs
         if ctx.is_spent:
             raise RuntimeError(SPENT)
+        graphs.goes_back()
         runs_once = ctx.graph.part.keeps or graphs.again is not None
         saved = ctx.kept or (ctx.saved_tensors if runs_once else ())
         ctx.has_gone_back = True

@@ -126,9 +126,16 @@ class Tails:
 
     def settle(self) -> None:
         """Has the user's call run, if that was put off and somebody may still ask for its outputs."""
-        user = None if self._user is None else self._user()
+        if self._user is None:
+            return
+        user = self._user()
         if user is not None and user.is_put_off:
             user.close()
+
+    def take_back(self, user: Following) -> None:
+        """The memory is nobody's, if it was lent to `user`."""
+        if self._user is not None and self._user() is user:
+            self._user = None
 
     def lend(self, user: Following) -> None:
         """Gives `user` the memory; whoever had it computes what needs it, and leaves the rest to autograd."""
@@ -438,6 +445,7 @@ class Following:
         """Lets go of all but the results that somebody still has."""
         self._values = {place: self._values[place] for place in alive if place in self._values}
         self._versions = {}
+        self._tails.take_back(self)
         self._is_open, self._call = False, None
         self._outputs, self._done, self._candidates, self._num_done = (), _NOTHING, (), 0
 

@@ -55,13 +55,14 @@ class _Update:
     def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether these gradients lie in the slots, but for those that are copied there."""
         there = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
-        if len(there) < len(self.slots) or [grad.stride() for grad in there] != self.strides:
+        if len(there) < len(self.slots) or list(map(torch.Tensor.stride, there)) != self.strides:
             return False
+        addresses = list(map(torch.Tensor.data_ptr, there))
         if not self.copied:
-            return [grad.data_ptr() for grad in there] == self.addresses
+            return addresses == self.addresses
         return all(
-            grad.dtype == slot.dtype if place in self.copied else grad.data_ptr() == self.addresses[place]
-            for place, (grad, slot) in enumerate(zip(there, self.slots, strict=True))
+            grad.dtype == slot.dtype if place in self.copied else address == self.addresses[place]
+            for place, (grad, slot, address) in enumerate(zip(there, self.slots, addresses, strict=True))
         )
 
 
