@@ -60,7 +60,6 @@ class CallGraphs:
     ) -> None:
         self.program = program
         self.tail_step = tail_step
-        self._tails = Tails()
         self.forward = forward
         self.again = again
         self.stable = frozenset(stable)
@@ -70,7 +69,7 @@ class CallGraphs:
         self._backwards = backwards
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
         layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
-        self._layouts = layouts[: len(program.differentiable)]
+        self._tails = Tails(layouts[: len(program.differentiable)])
         self._deferral = None if tail_step is None else Deferral(tail_step, self.stable)
         self._contexts: list[weakref.ref[Any]] = []  # the nodes of the latest call
 
@@ -80,13 +79,13 @@ class CallGraphs:
         tails = self._tails
         if self._deferral is not None and self._deferral.may_begin(tails):
             self._contexts = []
-            following = Following(DeferredCall(self, self._deferral, flat), self._layouts, tails)
+            following = Following(DeferredCall(self, self._deferral, flat), tails)
             tails.lend(following)
             return following.pending_outputs()
         followed = self.call_now(flat)
         if self.tail_step is None or (tails.known and not tails.are_usable()):
             return followed.outputs()
-        return Following(followed, self._layouts, tails).outputs(self.program.differentiable)
+        return Following(followed, tails).outputs(self.program.differentiable)
 
     def call_now(self, flat: Sequence[torch.Tensor]) -> _FollowedCall:
         """Runs a call."""

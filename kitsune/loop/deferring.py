@@ -49,6 +49,7 @@ class Deferral:
         inputs: those of the latest call, always the same tensors.
         tensors: of these, the ones that are no copies, as autograd knows them.
         trained: whether each of these required a gradient at the calls.
+        kind: the type of their device.
         turn: how many calls have had their arguments here.
     """
 
@@ -58,6 +59,7 @@ class Deferral:
         self.inputs: list[Tensor] = []
         self.tensors: list[Tensor] = []
         self.trained: list[bool] = []
+        self.kind = ""
         self.turn = 0
         self._stable = stable
         self._copies: list[tuple[int, Tensor]] = []  # places of arguments, and their memory
@@ -96,6 +98,7 @@ class Deferral:
             tensor.detach() if place in self._stable else TensorLayout.of(tensor).empty()
             for place, tensor in enumerate(flat)
         ]
+        self.kind = flat[0].device.type
         self._copies = [(place, one) for place, one in enumerate(self.inputs) if place not in self._stable]
 
 
@@ -139,7 +142,7 @@ class DeferredCall:
             return self._run.replay(tail, wanted)
         self._refuse_edits()
         deferral = self._deferral
-        if autocast_dtype(deferral.inputs[0].device.type) is not None:
+        if autocast_dtype(deferral.kind) is not None:
             return None
         results = deferral.tail_step.replay(tail, deferral.inputs, wanted, whole=True)
         if results is not None:

@@ -63,7 +63,7 @@ class DropInLoop:
         self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
         self._give_back: list[Callable[[], None]] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
-        self._iteration: dict[int, tuple[SplitStep, Choice, int]] = {}
+        self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
         self._latest_updated = False
         self._fallbacks = 0
@@ -124,7 +124,7 @@ class DropInLoop:
         key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
         step = self._latest = self._steps.get(key, partial(self._make, module, eager))
         choice = step.chooser.next()
-        if id(step) not in self._iteration:
+        if step not in self._iteration:
             step.chooser.start()
         done, output = False, None
         if choice == "replay" and step.verified < self._config.verify:
@@ -142,8 +142,8 @@ class DropInLoop:
 
     def _note_call(self, step: SplitStep, choice: Choice) -> None:
         """A call of `step` in this iteration ran as `choice`; if they differ, all of them count as eager."""
-        _, earlier, count = self._iteration.get(id(step), (step, choice, 0))
-        self._iteration[id(step)] = (step, choice if choice == earlier else "eager", count + 1)
+        earlier, count = self._iteration.get(step, (choice, 0))
+        self._iteration[step] = (choice if choice == earlier else "eager", count + 1)
 
     def step(self) -> None:
         """`optimizer.step()`, and the end of the iteration."""
@@ -151,13 +151,12 @@ class DropInLoop:
         if self._is_paused:
             self._optimizer.step()
             return
-        steps = [step for step, _, _ in self._iteration.values()]
-        replays = "replay" in [step.chooser.next() for step in steps]
+        replays = "replay" in [step.chooser.next() for step in self._iteration]
         if replays and self._update.verified < self._config.verify and self._verified_update():
             self._latest_updated = False
             self._finish_iteration()
             return
-        is_passing = True in [step.has_new_cases for step in steps]
+        is_passing = True in [step.has_new_cases for step in self._iteration]
         self._latest_updated = replays and not is_passing and self._update.replay()
         if not self._latest_updated:
             self._optimizer.step()
@@ -182,11 +181,11 @@ class DropInLoop:
 
     def _settle_calls(self) -> None:
         """Has calls run that were put off, and whose outputs may still be asked for: an update follows."""
-        for step, _, _ in self._iteration.values():
+        for step in self._iteration:
             step.settle()
 
     def _finish_iteration(self) -> None:
-        for step, choice, count in self._iteration.values():
+        for step, (choice, count) in self._iteration.items():
             step.chooser.finish(choice, count)
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)

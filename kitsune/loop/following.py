@@ -16,7 +16,7 @@ from kitsune.capture.following import FollowedTensor, PendingTensor, followed, p
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
 from kitsune.capture.watch import is_watched
-from kitsune.device import current_stream, on_stream
+from kitsune.device import on_stream, stream_reader
 
 _MOST_TAILS = 4
 
@@ -114,9 +114,15 @@ class Tail:
 
 
 class Tails:
-    """What was done with outputs of earlier calls, and whose call uses the memory of the `given` tensors at present."""
+    """What was done with outputs of earlier calls, and whose call uses the memory of the `given` tensors at present.
 
-    def __init__(self) -> None:
+    Args:
+        layouts: of the outputs.
+    """
+
+    def __init__(self, layouts: Sequence[TensorLayout]) -> None:
+        self.layouts, self.device = layouts, layouts[0].device
+        self.kind, self.current_stream = self.device.type, stream_reader(self.device)
         self.known: tuple[Tail, ...] = ()
         self._user: weakref.ref[Following] | None = None
 
@@ -183,17 +189,15 @@ class Following:
 
     Args:
         call: the call.
-        layouts: of its outputs.
         tails: what was done with outputs of earlier calls; added to.
     """
 
-    def __init__(self, call: FollowedCall, layouts: Sequence[TensorLayout], tails: Tails) -> None:
+    def __init__(self, call: FollowedCall, tails: Tails) -> None:
         self._tails = tails
         self._call: FollowedCall | None = call
-        self._layouts = layouts
+        self._layouts = tails.layouts
         self._outputs: Sequence[Tensor] = ()  # until the call has run
-        self._device = layouts[0].device
-        self._stream = current_stream(self._device)
+        self._stream = tails.current_stream()
         self._values: dict[int, Tensor] = {}
         self._candidates: Sequence[Tail] = tails.known  # begin with what has been done
         self._done = self._candidates[0] if self._candidates else Tail()  # begins with it, and is it without candidates
@@ -226,7 +230,7 @@ class Following:
             self.reveal()
         if not self._is_open:
             return self._run(function, args, kwargs)
-        if is_watched() or current_stream(self._device) != self._stream:
+        if is_watched() or self._tails.current_stream() != self._stream:
             self.close()
             return self._run(function, args, kwargs)
         known = self._known(function, args, kwargs) if is_recorded else None
@@ -235,7 +239,7 @@ class Following:
         if _may_change(function, kwargs):
             self.close()
             return self._run(function, args, kwargs)
-        found = described(function, args, kwargs, self, self._device.type) if is_recorded else None
+        found = described(function, args, kwargs, self, self._tails.kind) if is_recorded else None
         if found is None:
             return self._with_aliases(self._run(function, args, kwargs))
         operation, given = found
@@ -282,7 +286,7 @@ class Following:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> list[Tensor] | None:
         """The tensors that a call is given, if it is how known tails go on; they alone are candidates then."""
-        index, kind = self._num_done, self._device.type
+        index, kind = self._num_done, self._tails.kind
         for tail in self._candidates:
             if tail.refused or index >= len(tail.operations):
                 continue
@@ -320,7 +324,7 @@ class Following:
         """Has the call run, if it has not."""
         if not self.is_put_off:
             return
-        with on_stream(self._stream, self._device):
+        with on_stream(self._stream, self._tails.device):
             if is_watched() or torch._C._len_torch_function_stack() > 0:
                 with ThreadPoolExecutor(1) as other:  # no mode or hook that was entered since reaches another thread
                     self._outputs = other.submit(self._run_plainly).result()
@@ -332,7 +336,7 @@ class Following:
     def _run_plainly(self) -> Sequence[Tensor]:
         """The outputs of the call, in a thread that may have streams of its own."""
         assert self._call is not None
-        with on_stream(self._stream, self._device), plainly(), torch.inference_mode(False):
+        with on_stream(self._stream, self._tails.device), plainly(), torch.inference_mode(False):
             return self._call.outputs()
 
     def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, given: list[Tensor]) -> int:
@@ -407,7 +411,7 @@ class Following:
         if self._is_spent:
             raise RuntimeError(SPENT)
         is_usual = gradient is None and not retain_graph and not create_graph and inputs is None
-        is_here = loss.follower is self and current_stream(self._device) == self._stream
+        is_here = loss.follower is self and self._tails.current_stream() == self._stream
         root = -1 if loss.place is None else loss.place
         if self._is_open and is_usual and is_here and self._is_unchanged():
             for tail in self._candidates:

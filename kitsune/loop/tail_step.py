@@ -137,7 +137,7 @@ class TailStep:
         kept = {place: results[place] for place in recorded.kept if place == tail.root or place in wanted}
         if kept:
             results |= _copies(kept)
-        _accumulate(recorded.trained, found[len(recorded.results) :])
+        _accumulate(recorded.trained, found[len(recorded.results) :], is_first=not there)
         return results
 
     def take_setup_seconds(self) -> float:
@@ -218,11 +218,11 @@ def _may_add(there: Sequence[Tensor]) -> bool:
     return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
 
 
-def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Leaves `grads` in `.grad`, as a backward pass does."""
+def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor], *, is_first: bool) -> None:
+    """Leaves `grads` in `.grad`, as a backward pass does; `is_first` where nothing is there."""
     there, added = list[Tensor](), list[Tensor]()
     for param, grad in zip(trained, grads, strict=True):
-        if param.grad is None:
+        if is_first or param.grad is None:
             param.grad = grad.data  # with a version of its own
         else:
             there.append(param.grad)
