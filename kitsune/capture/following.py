@@ -64,7 +64,7 @@ class FollowedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        follower = None if function in _METADATA else _follower(args) or _follower(tuple(kwargs.values()))
+        follower = None if function in _METADATA else _follower((*args, *kwargs.values()))
         if follower is None:
             with plainly():
                 return function(*args, **kwargs)

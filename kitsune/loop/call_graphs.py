@@ -127,8 +127,6 @@ class CallGraphs:
     ) -> Mapping[int, torch.Tensor] | None:
         """See `kitsune.loop.following.FollowedCall`; `node` is the call's in autograd's graph."""
         assert self.tail_step is not None
-        if autocast_dtype(outputs[0].device.type) is not None:
-            return None
         try:
             saved = node.saved_tensors[: node.num_values]
         except RuntimeError:  # edited in place, or freed

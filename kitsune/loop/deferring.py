@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.layout import TensorLayout, copied
 from kitsune.loop.following import EditedError, FollowedCall, Tail, Tails
 from kitsune.loop.tail_step import TailStep
@@ -49,7 +48,6 @@ class Deferral:
         inputs: those of the latest call, always the same tensors.
         tensors: of these, the ones that are no copies, as autograd knows them.
         trained: whether each of these required a gradient at the calls.
-        kind: the type of their device.
         turn: how many calls have had their arguments here.
     """
 
@@ -59,7 +57,6 @@ class Deferral:
         self.inputs: list[Tensor] = []
         self.tensors: list[Tensor] = []
         self.trained: list[bool] = []
-        self.kind = ""
         self.turn = 0
         self._stable = stable
         self._copies: list[tuple[int, Tensor]] = []  # places of arguments, and their memory
@@ -98,7 +95,6 @@ class Deferral:
             tensor.detach() if place in self._stable else TensorLayout.of(tensor).empty()
             for place, tensor in enumerate(flat)
         ]
-        self.kind = flat[0].device.type
         self._copies = [(place, one) for place, one in enumerate(self.inputs) if place not in self._stable]
 
 
@@ -142,8 +138,6 @@ class DeferredCall:
             return self._run.replay(tail, wanted)
         self._refuse_edits()
         deferral = self._deferral
-        if autocast_dtype(deferral.kind) is not None:
-            return None
         results = deferral.tail_step.replay(tail, deferral.inputs, wanted, whole=True)
         if results is not None:
             deferral.in_vain = 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kitsune.background import refuse_recording
+from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import trace_tail
 from kitsune.capture.watch import (
@@ -30,7 +31,7 @@ from kitsune.fallback import RefusalLog
 from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
-from kitsune.native.facts import Facts, attribute
+from kitsune.native.facts import Facts, attribute, result
 
 
 @dataclass
@@ -43,7 +44,8 @@ class _Recorded:
         kept: of these, the ones that the next replay overwrites.
         trained: the parameters that get a gradient.
         static: the gradients, where the recording keeps them.
-        surroundings: hold as long as nothing wants to see the backward pass, and all of these require a gradient.
+        surroundings: hold as long as nothing wants to see the backward pass, all of these require a gradient, and there
+            is no autocast, under which the backward pass was not captured.
     """
 
     recording: Recording
@@ -84,6 +86,7 @@ class TailStep:
         self._setup_seconds = 0.0
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
+        self._kind = program.tangents[0].device.type
         self._config, self._streams, self._log = config, streams, log
         self._recorded: dict[tuple[Tail, bool], _Recorded] = {}
         self.is_repeatable = program.repeatable and all(program.differentiable)
@@ -117,7 +120,8 @@ class TailStep:
             if refusal is not None:
                 self._log.add(RefusedError(refusal, passing=True))
                 return None
-            if False in [param.requires_grad for param in self._trained.values()]:
+            is_frozen = False in [param.requires_grad for param in self._trained.values()]
+            if is_frozen or autocast_dtype(self._kind) is not None:
                 return None
         if recorded is None:
             try:
@@ -185,6 +189,7 @@ class TailStep:
                 *surrounding_facts(),
                 *parameter_hook_facts(all_trained),
                 *(attribute(param, "requires_grad") for param in all_trained),
+                result(torch.is_autocast_enabled, self._kind),
             ]
         )
         kept = program.results[gives:] if recording.executor.keeps_outputs else ()
@@ -194,8 +199,8 @@ class TailStep:
 
 def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """In memory of their own; those that share some share it afterwards, too."""
-    storages = {value.untyped_storage().data_ptr() for value in values.values()}
-    if len(storages) == len(values) and all(value.is_contiguous() for value in values.values()):
+    is_apart = len(values) == 1 or len({one.untyped_storage().data_ptr() for one in values.values()}) == len(values)
+    if is_apart and False not in [value.is_contiguous() for value in values.values()]:
         return {place: value.clone() for place, value in values.items()}
     return copy.deepcopy(values)
 
