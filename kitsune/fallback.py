@@ -63,6 +63,7 @@ class Chooser:
         if mode == "eager":
             self.refusal = Refusal("mode='eager' was asked for")
         self._auto = mode == "auto"
+        self._wanted = _UNTIMED + (_SAMPLES if self._auto else 0)  # steps of each kind, before one is chosen
         self._synchronize = synchronize
         self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
         self._best: dict[Choice, float] = {}
@@ -82,7 +83,7 @@ class Chooser:
         """How the coming step shall run."""
         if self.refusal is not None:
             return "eager"
-        return "eager" if self._seen["eager"] < self._wanted() else "replay"
+        return "eager" if self._seen["eager"] < self._wanted else "replay"
 
     def start(self) -> None:
         """Marks the start of a step."""
@@ -110,7 +111,7 @@ class Chooser:
             self._spent += elapsed
             seconds = elapsed / steps
             self._best[choice] = min(seconds, self._best.get(choice, seconds))
-        if self._seen["replay"] < self._wanted() or (self._auto and "replay" not in self._best):
+        if self._seen["replay"] < self._wanted or (self._auto and "replay" not in self._best):
             return
         if self._is_clear():
             self._settle()
@@ -162,9 +163,6 @@ class Chooser:
     @property
     def replay_seconds(self) -> float | None:
         return self._best.get("replay")
-
-    def _wanted(self) -> int:
-        return _UNTIMED + (_SAMPLES if self._auto else 0)
 
     def _timing(self) -> bool:
         # Timing waits for the device, so it pauses while replays fail one after the other.

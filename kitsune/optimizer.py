@@ -104,7 +104,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, as the wrapped optimizer does."""
-        self._begin()
+        if self._waits:
+            self._begin()
         if self._loop is None:
             return self._wrapped.step(closure) if closure is not None else self._wrapped.step()
         if closure is not None:
@@ -113,7 +114,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._begin()
+        if self._waits:
+            self._begin()
         usual = getattr(self._wrapped.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
         if not (set_to_none and usual) or is_profiled():
             self._wrapped.zero_grad(set_to_none)
@@ -121,8 +123,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         # torch asks first whether a profiler wants to know, which takes several times as long.
         for group in self._wrapped.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
-                    param.grad = None
+                param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._wrapped.add_param_group(param_group)
@@ -186,9 +187,8 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return getattr(self._wrapped, name)
 
     def _begin(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models)
+        self._waits = False
+        self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models)
 
 
 def _models(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,16 @@ class Follower(Protocol):
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function of torch, which may be a method or the getter of an attribute."""
+
+    def backward(
+        self,
+        loss: FollowedTensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """What `Tensor.backward` does."""
 
     def value(self, place: int) -> Tensor:
         """The plain tensor that a pending one stands for."""
@@ -53,14 +64,28 @@ class FollowedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        follower = None if function in _METADATA else _follower(args) or _follower(tuple(kwargs.values()))
-        if follower is not None and not all(kind is Tensor or issubclass(kind, FollowedTensor) for kind in types):
+        follower = None if function in _METADATA else _follower((*args, *kwargs.values()))
+        if follower is None:
+            with plainly():
+                return function(*args, **kwargs)
+        if not _OWN_TYPES.issuperset(types):
             follower.close()
             return function(*unfollowed(args), **unfollowed(kwargs))  # another subclass has its own way
-        if follower is not None:
-            return follower.call(function, args, kwargs)
-        with plainly():
-            return function(*args, **kwargs)
+        return follower.call(function, args, kwargs)
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """As ever. Torch's own way here asks whom to ask, which takes as long as to begin; it is left for modes."""
+        is_told = torch._C._is_torch_function_enabled() and not torch._C._is_torch_function_mode_enabled()
+        if is_told and gradient is None and inputs is None:
+            self.follower.backward(self, None, retain_graph, create_graph)
+        else:
+            super().backward(gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
 
 
 class PendingTensor(FollowedTensor):
@@ -87,6 +112,9 @@ class PendingTensor(FollowedTensor):
             return function(*valued(args), **valued(kwargs or {}))
 
 
+_OWN_TYPES = frozenset((Tensor, FollowedTensor, PendingTensor))
+
+
 def followed(tensor: Tensor, follower: Follower, place: int | None) -> FollowedTensor:
     """The same tensor, followed."""
     result = tensor.as_subclass(FollowedTensor)
@@ -102,7 +130,8 @@ def pending(layout: TensorLayout, follower: Follower, place: int) -> PendingTens
     result.follower, result.place = follower, place
     # What `register_hook` does takes as long as all of the above. It counts its hooks from 0 on.
     with plainly():
-        result._backward_hooks = OrderedDict({-1: _Onward(follower, place)})
+        result._backward_hooks = hooks = OrderedDict()
+    hooks[-1] = partial(_go_on, follower, place)
     return result
 
 
@@ -132,17 +161,12 @@ def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:
     return argument
 
 
-class _Onward:
+def _go_on(follower: Follower, place: int, gradient: Tensor) -> None:
     """A hook of a pending tensor: what reaches it has come by a way that was not followed.
 
     More may come by the ways that were, or from another one: all of them go through the same nodes.
     """
-
-    def __init__(self, follower: Follower, place: int) -> None:
-        self._follower, self._place = follower, place
-
-    def __call__(self, gradient: Tensor) -> None:
-        torch.autograd.backward(self._follower.value(self._place), gradient, retain_graph=True)
+    torch.autograd.backward(follower.value(place), gradient, retain_graph=True)
 
 
 def _follower(arguments: tuple[Any, ...]) -> Follower | None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kitsune.device import current_stream, refuse_triton
+from kitsune.device import refuse_triton, stream_reader
 
 PLACES = 128
 """Results that one allocation serves."""
@@ -55,7 +55,7 @@ class _Row:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._current_stream = device, stream_reader(device)
         self._cell = torch.zeros((), dtype=torch.int64, device=device)
         self._value: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []
@@ -79,7 +79,7 @@ class _Row:
         return self._give
 
     def _give(self, replay: Replay) -> torch.Tensor:
-        stream = current_stream(self._device)
+        stream = self._current_stream()
         is_known = self._num_taken == self._num_written and stream == self._stream
         if not is_known or self._num_taken == len(self._places):
             self._renew(stream)

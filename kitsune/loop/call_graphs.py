@@ -60,31 +60,32 @@ class CallGraphs:
     ) -> None:
         self.program = program
         self.tail_step = tail_step
-        self._tails = Tails()
         self.forward = forward
         self.again = again
         self.stable = frozenset(stable)
         self._step = weakref.ref(step)
         self.has_replayed_loss = False  # in the backward pass of the latest call
+        self._has_gone_back = False  # by a node of autograd's graph, since counts were taken
         self._backwards = backwards
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
         layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
-        self._layouts = layouts[: len(program.differentiable)]
+        self._tails = Tails(layouts[: len(program.differentiable)])
         self._deferral = None if tail_step is None else Deferral(tail_step, self.stable)
         self._contexts: list[weakref.ref[Any]] = []  # the nodes of the latest call
 
     def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The outputs of a call as the loop gets them."""
         self.has_replayed_loss = False
-        if self._deferral is not None and self._deferral.may_begin(self._tails):
+        tails = self._tails
+        if self._deferral is not None and self._deferral.may_begin(tails):
             self._contexts = []
-            following = Following(DeferredCall(self, self._deferral, flat), self._layouts, self._tails)
-            self._tails.lend(following)
+            following = Following(DeferredCall(self, self._deferral, flat), tails)
+            tails.lend(following)
             return following.pending_outputs()
         followed = self.call_now(flat)
-        if self.tail_step is None or self._tails.are_refused():
+        if self.tail_step is None or (tails.known and not tails.are_usable()):
             return followed.outputs()
-        return Following(followed, self._layouts, self._tails).outputs(self.program.differentiable)
+        return Following(followed, tails).outputs(self.program.differentiable)
 
     def call_now(self, flat: Sequence[torch.Tensor]) -> _FollowedCall:
         """Runs a call."""
@@ -126,8 +127,6 @@ class CallGraphs:
     ) -> Mapping[int, torch.Tensor] | None:
         """See `kitsune.loop.following.FollowedCall`; `node` is the call's in autograd's graph."""
         assert self.tail_step is not None
-        if autocast_dtype(outputs[0].device.type) is not None:
-            return None
         try:
             saved = node.saved_tensors[: node.num_values]
         except RuntimeError:  # edited in place, or freed
@@ -157,7 +156,7 @@ class CallGraphs:
     @property
     def has_new_cases(self) -> bool:
         """See `BackwardGraph`."""
-        return any(graph.has_new_cases for graph in self._backwards)
+        return self._has_gone_back and True in [graph.has_new_cases for graph in self._backwards]
 
     def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
         """See `BackwardGraph`."""
@@ -166,10 +165,15 @@ class CallGraphs:
 
     def take_counts(self) -> tuple[int, int]:
         """The sums of `num_copied` and `num_partial` of its backward graphs, since this was last asked."""
-        counts = sum(graph.num_copied for graph in self._backwards), sum(graph.num_partial for graph in self._backwards)
+        copied = partial = 0
+        if not self._has_gone_back:
+            return copied, partial
+        self._has_gone_back = self.has_new_cases
         for graph in self._backwards:
+            copied += graph.num_copied
+            partial += graph.num_partial
             graph.num_copied = graph.num_partial = 0
-        return counts
+        return copied, partial
 
     def refuse_backward(self) -> None:
         """A backward pass is to be differentiated or batched.
@@ -223,7 +227,7 @@ class CallGraphs:
         If it was put off and somebody still refers to its outputs, it runs now.
         """
         self._tails.settle()
-        if not self.forward.executor.keeps_outputs:
+        if not (self._contexts and self.forward.executor.keeps_outputs):
             return False
         contexts = [context for reference in self._contexts if (context := reference()) is not None]
         waiting = [context for context in contexts if not context.is_spent and _can_go_back(context)]
@@ -238,6 +242,10 @@ class CallGraphs:
     def settle(self) -> None:
         """Has the latest call run, if that was put off and somebody still refers to its outputs."""
         self._tails.settle()
+
+    def goes_back(self) -> None:
+        """A node of autograd's graph is about to go back through a part of the call."""
+        self._has_gone_back = True
 
     def now_pending(self, context: Any) -> None:
         self._contexts.append(weakref.ref(context))
@@ -328,6 +336,7 @@ class _Replay(torch.autograd.Function):
         graphs: CallGraphs = ctx.graphs
         if ctx.is_spent:
             raise RuntimeError(SPENT)
+        graphs.goes_back()
         runs_once = ctx.graph.part.keeps or graphs.again is not None
         saved = ctx.kept or (ctx.saved_tensors if runs_once else ())
         ctx.has_gone_back = True

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.layout import TensorLayout, copied
 from kitsune.loop.following import EditedError, FollowedCall, Tail, Tails
 from kitsune.loop.tail_step import TailStep
@@ -42,53 +41,61 @@ class Deferral:
 
     Args:
         tail_step: replays what follows the calls.
-        stable: positions of the inputs that are the same tensors at all calls.
+        stable: positions of the inputs that are the same tensors at all calls, with gradients or without.
+
+    Attributes:
+        in_vain: calls that somebody asked for before `backward()`, since one was replayed with it.
+        inputs: those of the latest call, always the same tensors.
+        tensors: of these, the ones that are no copies, as autograd knows them.
+        trained: whether each of these required a gradient at the calls.
+        turn: how many calls have had their arguments here.
     """
 
     def __init__(self, tail_step: TailStep, stable: Collection[int]) -> None:
         self.tail_step = tail_step
-        self._stable = stable
-        self._in_vain = 0  # calls that somebody asked for before `backward()`, since one was replayed with it
+        self.in_vain = 0
         self.inputs: list[Tensor] = []
-        self.turn = 0  # how many calls have had their arguments here
+        self.tensors: list[Tensor] = []
+        self.trained: list[bool] = []
+        self.turn = 0
+        self._stable = stable
+        self._copies: list[tuple[int, Tensor]] = []  # places of arguments, and their memory
 
     def may_begin(self, tails: Tails) -> bool:
         """Whether the next call may be put off: nothing but time tells when it runs, and the loop has a known tail."""
-        is_known = bool(tails.known) and not tails.are_refused()
-        return is_known and self._in_vain < _MOST_IN_VAIN and self.tail_step.is_repeatable
+        return self.in_vain < _MOST_IN_VAIN and self.tail_step.is_repeatable and tails.are_usable()
 
     def take(self, flat: Sequence[Tensor]) -> None:
         """Copies the arguments of a call, which may be edited or used for something else before it runs."""
         self.turn += 1
         if not self.inputs:
-            self.inputs = [
-                tensor.detach() if place in self._stable else TensorLayout.of(tensor).empty()
-                for place, tensor in enumerate(flat)
-            ]
-        with torch.no_grad():
-            for place, tensor in enumerate(flat):
-                if place not in self._stable:
-                    self.inputs[place].copy_(tensor, non_blocking=True)
+            self._prepare(flat)
+        for place, memory in self._copies:
+            argument = flat[place]
+            memory.copy_(argument.detach() if argument.requires_grad else argument, non_blocking=True)
 
-    def arguments(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """`flat` with the arguments as they were when they were taken."""
-        return [one if place in self._stable else copied(self.inputs[place]) for place, one in enumerate(flat)]
+    def arguments(self) -> list[Tensor]:
+        """The inputs as autograd knows them, with memory of their own for arguments."""
+        tensors = iter(self.tensors)
+        return [next(tensors) if place in self._stable else copied(memory) for place, memory in enumerate(self.inputs)]
 
-    def stable(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs that are not copied."""
-        return [flat[place] for place in self._stable]
+    def versions(self) -> list[int]:
+        """How often each of `tensors` has been written to."""
+        return [tensor._version for tensor in self.tensors]
 
-    def have_moved(self, flat: Sequence[Tensor]) -> bool:
-        """Whether inputs that are not copied have other memory than when the first arguments were taken."""
-        return any(flat[place].data_ptr() != self.inputs[place].data_ptr() for place in self._stable)
+    def have_moved(self) -> bool:
+        """Whether any of `tensors` has other memory than when the first arguments were taken."""
+        stable = (one for place, one in enumerate(self.inputs) if place in self._stable)
+        return any(one.data_ptr() != other.data_ptr() for one, other in zip(self.tensors, stable, strict=True))
 
-    def was_in_vain(self) -> None:
-        """A call that was put off had to run before `backward()`."""
-        self._in_vain += 1
-
-    def was_worthwhile(self) -> None:
-        """A call that was put off was replayed with its backward pass."""
-        self._in_vain = 0
+    def _prepare(self, flat: Sequence[Tensor]) -> None:
+        self.tensors = [tensor for place, tensor in enumerate(flat) if place in self._stable]
+        self.trained = [tensor.requires_grad for tensor in self.tensors]
+        self.inputs = [
+            tensor.detach() if place in self._stable else TensorLayout.of(tensor).empty()
+            for place, tensor in enumerate(flat)
+        ]
+        self._copies = [(place, one) for place, one in enumerate(self.inputs) if place not in self._stable]
 
 
 class DeferredCall:
@@ -101,22 +108,21 @@ class DeferredCall:
     """
 
     def __init__(self, graphs: Graphs, deferral: Deferral, flat: Sequence[Tensor]) -> None:
-        self._graphs, self._deferral, self._flat = graphs, deferral, flat
-        self._stable = deferral.stable(flat)
-        self._versions = [tensor._version for tensor in self._stable]
-        self._trained = [tensor.requires_grad for tensor in self._stable]
+        self._graphs, self._deferral = graphs, deferral
         self._run: FollowedCall | None = None
         deferral.take(flat)
         self._turn = deferral.turn
+        self._versions = deferral.versions()
 
     def outputs(self) -> Sequence[Tensor]:
+        deferral = self._deferral
         if self._run is None:
             self._refuse_edits()
-            if self._deferral.have_moved(self._flat):
+            if deferral.have_moved():
                 raise EditedError(_EDITED)
-            self._deferral.was_in_vain()
+            deferral.in_vain += 1
             with torch.enable_grad(), self._trained_as_then():
-                self._run = self._graphs.call_now(self._deferral.arguments(self._flat))
+                self._run = self._graphs.call_now(deferral.arguments())
         return self._run.outputs()
 
     def keep(self) -> None:
@@ -131,28 +137,28 @@ class DeferredCall:
         if self._run is not None:
             return self._run.replay(tail, wanted)
         self._refuse_edits()
-        if autocast_dtype(self._flat[0].device.type) is not None:
-            return None
-        results = self._deferral.tail_step.replay(tail, self._deferral.inputs, wanted, whole=True)
+        deferral = self._deferral
+        results = deferral.tail_step.replay(tail, deferral.inputs, wanted, whole=True)
         if results is not None:
-            self._deferral.was_worthwhile()
+            deferral.in_vain = 0
             self._graphs.has_replayed_loss = True
         return results
 
     def _refuse_edits(self) -> None:
-        if self._turn != self._deferral.turn or [tensor._version for tensor in self._stable] != self._versions:
+        if self._turn != self._deferral.turn or self._deferral.versions() != self._versions:
             raise EditedError(_EDITED)
 
     @contextmanager
     def _trained_as_then(self) -> Iterator[None]:
         """Within, what required a gradient at the call does so: autograd's graph was to be made then."""
-        now = [tensor.requires_grad for tensor in self._stable]
+        tensors = self._deferral.tensors
+        now = [tensor.requires_grad for tensor in tensors]
         try:
-            for tensor, trained, then in zip(self._stable, now, self._trained, strict=True):
+            for tensor, trained, then in zip(tensors, now, self._deferral.trained, strict=True):
                 if trained != then:
                     tensor.requires_grad_(then)
             yield
         finally:
-            for tensor, trained in zip(self._stable, now, strict=True):
+            for tensor, trained in zip(tensors, now, strict=True):
                 if tensor.requires_grad != trained:
                     tensor.requires_grad_(trained)

@@ -63,7 +63,7 @@ class DropInLoop:
         self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
         self._give_back: list[Callable[[], None]] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
-        self._iteration: dict[int, tuple[SplitStep, Choice, int]] = {}
+        self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
         self._latest_updated = False
         self._fallbacks = 0
@@ -103,9 +103,12 @@ class DropInLoop:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
-        output = self._repeat(module, args, kwargs)
-        if output is not None:
-            return output
+        latest = self._latest
+        if latest is not None and latest.module is module and not self._is_paused:
+            output = latest.repeat(args, kwargs)
+            if output is not None:
+                self._note_call(latest, "replay")
+                return output
         eager = self._calls[id(module)]
         args, kwargs = unfollowed(args), unfollowed(kwargs)
         if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -121,7 +124,7 @@ class DropInLoop:
         key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
         step = self._latest = self._steps.get(key, partial(self._make, module, eager))
         choice = step.chooser.next()
-        if id(step) not in self._iteration:
+        if step not in self._iteration:
             step.chooser.start()
         done, output = False, None
         if choice == "replay" and step.verified < self._config.verify:
@@ -134,24 +137,13 @@ class DropInLoop:
             choice = "eager"
             output = eager(args, kwargs)
             step.watch_backward(output)
-        _, earlier, count = self._iteration.get(id(step), (step, choice, 0))
-        self._iteration[id(step)] = (step, choice if choice == earlier else "eager", count + 1)
+        self._note_call(step, choice)
         return output
 
-    def _repeat(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Answers a call that goes on as the latest did; None, with nothing done, where that has to be looked at."""
-        step = self._latest
-        if step is None or step.module is not module or self._is_paused or torch.compiler.is_compiling():
-            return None
-        if self._is_wrapped_late(module):
-            return None
-        if step.verified < self._config.verify or not step.chooser.settled or step.chooser.refusal is not None:
-            return None
-        output = step.repeat(args, kwargs)
-        if output is not None:
-            _, choice, count = self._iteration.get(id(step), (step, "replay", 0))
-            self._iteration[id(step)] = (step, choice, count + 1)
-        return output
+    def _note_call(self, step: SplitStep, choice: Choice) -> None:
+        """A call of `step` in this iteration ran as `choice`; if they differ, all of them count as eager."""
+        earlier, count = self._iteration.get(step, (choice, 0))
+        self._iteration[step] = (choice if choice == earlier else "eager", count + 1)
 
     def step(self) -> None:
         """`optimizer.step()`, and the end of the iteration."""
@@ -159,12 +151,12 @@ class DropInLoop:
         if self._is_paused:
             self._optimizer.step()
             return
-        replays = any(step.chooser.next() == "replay" for step, _, _ in self._iteration.values())
+        replays = "replay" in [step.chooser.next() for step in self._iteration]
         if replays and self._update.verified < self._config.verify and self._verified_update():
             self._latest_updated = False
             self._finish_iteration()
             return
-        is_passing = any(step.has_new_cases for step, _, _ in self._iteration.values())
+        is_passing = True in [step.has_new_cases for step in self._iteration]
         self._latest_updated = replays and not is_passing and self._update.replay()
         if not self._latest_updated:
             self._optimizer.step()
@@ -189,11 +181,11 @@ class DropInLoop:
 
     def _settle_calls(self) -> None:
         """Has calls run that were put off, and whose outputs may still be asked for: an update follows."""
-        for step, _, _ in self._iteration.values():
+        for step in self._iteration:
             step.settle()
 
     def _finish_iteration(self) -> None:
-        for step, choice, count in self._iteration.values():
+        for step, (choice, count) in self._iteration.items():
             step.chooser.finish(choice, count)
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)

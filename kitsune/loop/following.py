@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from kitsune.capture.following import FollowedTensor, PendingTensor, followed, p
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
 from kitsune.capture.watch import is_watched
-from kitsune.device import current_stream, on_stream
+from kitsune.device import on_stream, stream_reader
 
 _MOST_TAILS = 4
 
@@ -92,17 +92,21 @@ class Tail:
         operations: the calls of torch's functions whose results need a gradient, in their order.
         layouts: of their results.
         is_view: for each, whether the result lies in the memory of an output; it is computed at once.
-        root: the place of the loss: an output's index, or that of an operation, counted from the number of outputs.
         given: for each operation, memory for its tensors that are not followed.
+        root: the place of the loss: an output's index, or that of an operation, counted from the number of outputs.
         refused: whether it cannot be replayed.
     """
 
-    operations: list[Operation]
-    layouts: list[TensorLayout]
-    is_view: list[bool]
-    root: int
-    given: list[list[Tensor]]
+    operations: list[Operation] = field(default_factory=list)
+    layouts: list[TensorLayout] = field(default_factory=list)
+    is_view: list[bool] = field(default_factory=list)
+    given: list[list[Tensor]] = field(default_factory=list)
+    root: int = 0
     refused: bool = False
+
+    def beginning(self, count: int) -> Tail:
+        """The first so many operations, to be gone on with in another way."""
+        return Tail(self.operations[:count], self.layouts[:count], self.is_view[:count], self.given[:count])
 
     def continues(self, index: int, operation: Operation) -> bool:
         """Whether `operation` was the one at `index`."""
@@ -110,26 +114,41 @@ class Tail:
 
 
 class Tails:
-    """What was done with outputs of earlier calls, and whose call uses the memory of the `given` tensors at present."""
+    """What was done with outputs of earlier calls, and whose call uses the memory of the `given` tensors at present.
 
-    def __init__(self) -> None:
-        self.known: list[Tail] = []
+    Args:
+        layouts: of the outputs.
+    """
+
+    def __init__(self, layouts: Sequence[TensorLayout]) -> None:
+        self.layouts, self.device = layouts, layouts[0].device
+        self.kind, self.current_stream = self.device.type, stream_reader(self.device)
+        self.known: tuple[Tail, ...] = ()
         self._user: weakref.ref[Following] | None = None
 
-    def are_refused(self) -> bool:
-        """Whether there are some, and none can be replayed."""
-        return bool(self.known) and all(tail.refused for tail in self.known)
+    def are_usable(self) -> bool:
+        """Whether there are some that can be replayed."""
+        return False in [tail.refused for tail in self.known]
 
     def settle(self) -> None:
         """Has the user's call run, if that was put off and somebody may still ask for its outputs."""
-        user = None if self._user is None else self._user()
+        if self._user is None:
+            return
+        user = self._user()
         if user is not None and user.is_put_off:
             user.close()
+
+    def take_back(self, user: Following) -> None:
+        """The memory is nobody's, if it was lent to `user`."""
+        if self._user is not None and self._user() is user:
+            self._user = None
 
     def lend(self, user: Following) -> None:
         """Gives `user` the memory; whoever had it computes what needs it, and leaves the rest to autograd."""
         before = None if self._user is None else self._user()
-        if before is not None and before is not user:
+        if before is user:
+            return
+        if before is not None:
             before.close()
         self._user = weakref.ref(user)
 
@@ -170,20 +189,19 @@ class Following:
 
     Args:
         call: the call.
-        layouts: of its outputs.
         tails: what was done with outputs of earlier calls; added to.
     """
 
-    def __init__(self, call: FollowedCall, layouts: Sequence[TensorLayout], tails: Tails) -> None:
+    def __init__(self, call: FollowedCall, tails: Tails) -> None:
         self._tails = tails
         self._call: FollowedCall | None = call
-        self._layouts = layouts
+        self._layouts = tails.layouts
         self._outputs: Sequence[Tensor] = ()  # until the call has run
-        self._device = layouts[0].device
-        self._stream = current_stream(self._device)
+        self._stream = tails.current_stream()
         self._values: dict[int, Tensor] = {}
-        self._done = Tail([], [], [], 0, [])
-        self._candidates = list(tails.known)
+        self._candidates: Sequence[Tail] = tails.known  # begin with what has been done
+        self._done = self._candidates[0] if self._candidates else Tail()  # begins with it, and is it without candidates
+        self._num_done = 0
         self._versions: dict[int, int] = {}
         self._pending: dict[int, weakref.ref[PendingTensor]] = {}
         self._is_open = True
@@ -206,22 +224,25 @@ class Following:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if function is Tensor.backward:
-            return self._run_backward(*args, **kwargs)
-        if not torch.is_grad_enabled():  # inside of an `autograd.Function`, perhaps
+            return self.backward(*args, **kwargs)
+        is_recorded = torch.is_grad_enabled()
+        if not is_recorded:  # inside of an `autograd.Function`, perhaps
             self.reveal()
         if not self._is_open:
             return self._run(function, args, kwargs)
-        if _may_change(function, kwargs) or is_watched() or current_stream(self._device) != self._stream:
+        if is_watched() or self._tails.current_stream() != self._stream:
             self.close()
             return self._run(function, args, kwargs)
-        found = described(function, args, kwargs, self, self._device.type) if torch.is_grad_enabled() else None
+        known = self._known(function, args, kwargs) if is_recorded else None
+        if known is not None:
+            return self._defer(known)
+        if _may_change(function, kwargs):
+            self.close()
+            return self._run(function, args, kwargs)
+        found = described(function, args, kwargs, self, self._tails.kind) if is_recorded else None
         if found is None:
             return self._with_aliases(self._run(function, args, kwargs))
         operation, given = found
-        index = len(self._done.operations)
-        candidates = [tail for tail in self._candidates if tail.continues(index, operation)]
-        if candidates:
-            return self._defer(candidates, operation, given)
         kept = [tensor.clone() for tensor in given]
         result = self._run(function, args, kwargs)
         if type(result) is not Tensor or not result.requires_grad:
@@ -229,7 +250,8 @@ class Following:
         if not all(map(torch.equal, kept, given)):  # batch norm, for one, writes without counting
             self._is_open = False
             return result
-        self._candidates = []
+        if self._candidates:
+            self._candidates, self._done = (), self._done.beginning(self._num_done)
         self._compute()
         self._is_open = len(self._tails.known) < _MOST_TAILS and self._is_unchanged()
         if not self._is_open:
@@ -260,22 +282,37 @@ class Following:
                 self._compute()
             self._is_open = False
 
-    def _defer(self, candidates: list[Tail], operation: Operation, given: list[Tensor]) -> Tensor:
-        """The result of what was done before, as a tensor without a value."""
-        self._candidates = candidates  # which have their beginnings in common, and the memory for these
-        tail, index = candidates[0], len(self._done.operations)
-        if tail.is_view[index] and not operation.places() <= self._values.keys():
+    def _known(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> list[Tensor] | None:
+        """The tensors that a call is given, if it is how known tails go on; they alone are candidates then."""
+        index, kind = self._num_done, self._tails.kind
+        for tail in self._candidates:
+            if tail.refused or index >= len(tail.operations):
+                continue
+            given = tail.operations[index].given_again(function, args, kwargs, self, kind)
+            if given is not None:
+                self._done = tail
+                if len(self._candidates) > 1:
+                    self._candidates = [one for one in self._candidates if one.continues(index, tail.operations[index])]
+                return given
+        return None
+
+    def _defer(self, given: list[Tensor]) -> Tensor:
+        """The result of the next operation of known tails, as a tensor without a value."""
+        tail, index = self._done, self._num_done  # the candidates have the memory for their beginnings in common
+        operation, is_view, own = tail.operations[index], tail.is_view[index], tail.given[index]
+        if is_view and not operation.places() <= self._values.keys():
             self._compute()
         self._tails.lend(self)
-        with torch.no_grad():
-            for own, tensor in zip(tail.given[index], given, strict=True):
-                own.copy_(tensor, non_blocking=True)
-        layout, is_view = tail.layouts[index], tail.is_view[index]
-        place = self._note(operation, layout, is_view, tail.given[index])
+        for memory, tensor in zip(own, given, strict=True):
+            memory.copy_(tensor, non_blocking=True)
+        self._num_done += 1
+        place = len(self._layouts) + index
         if is_view:
             with plainly():
-                return self._followed(place, operation.run(self._values, _copies(tail.given[index])))
-        return self._awaited(place, layout)
+                return self._followed(place, operation.run(self._values, _copies(own)))
+        return self._awaited(place, tail.layouts[index])
 
     def _awaited(self, place: int, layout: TensorLayout) -> Tensor:
         """A tensor to be computed later."""
@@ -287,7 +324,7 @@ class Following:
         """Has the call run, if it has not."""
         if not self.is_put_off:
             return
-        with on_stream(self._stream, self._device):
+        with on_stream(self._stream, self._tails.device):
             if is_watched() or torch._C._len_torch_function_stack() > 0:
                 with ThreadPoolExecutor(1) as other:  # no mode or hook that was entered since reaches another thread
                     self._outputs = other.submit(self._run_plainly).result()
@@ -299,7 +336,7 @@ class Following:
     def _run_plainly(self) -> Sequence[Tensor]:
         """The outputs of the call, in a thread that may have streams of its own."""
         assert self._call is not None
-        with on_stream(self._stream, self._device), plainly(), torch.inference_mode(False):
+        with on_stream(self._stream, self._tails.device), plainly(), torch.inference_mode(False):
             return self._call.outputs()
 
     def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, given: list[Tensor]) -> int:
@@ -309,7 +346,8 @@ class Following:
         done.layouts.append(layout)
         done.is_view.append(is_view)
         done.given.append(given)
-        return len(self._layouts) + len(done.operations) - 1
+        self._num_done += 1
+        return len(self._layouts) + self._num_done - 1
 
     def _followed(self, place: int, result: Tensor) -> Tensor:
         """As the loop gets it. What is computed from it goes through its hooks."""
@@ -335,14 +373,14 @@ class Following:
 
     def _compute(self) -> None:
         """All results that have not been computed yet."""
-        done = self._done
-        if len(self._values) == len(self._layouts) + len(done.operations):
+        done, count = self._done, self._num_done
+        if len(self._values) == len(self._layouts) + count:
             return
         if not self._is_unchanged():
             raise RuntimeError(CHANGED)
         self._run_call()
         with plainly(), torch.inference_mode(False):
-            for index, (operation, given) in enumerate(zip(done.operations, done.given, strict=True)):
+            for index, operation, given in zip(range(count), done.operations, done.given, strict=False):
                 place = len(self._layouts) + index
                 if place not in self._values:
                     self._values[place] = operation.run(self._values, _copies(given))
@@ -360,9 +398,9 @@ class Following:
 
     def _is_unchanged(self) -> bool:
         """Whether nobody has written to a value since it was there."""
-        return all(self._values[place]._version == version for place, version in self._versions.items())
+        return False not in [self._values[place]._version == version for place, version in self._versions.items()]
 
-    def _run_backward(
+    def backward(
         self,
         loss: FollowedTensor,
         gradient: Tensor | None = None,
@@ -373,43 +411,50 @@ class Following:
         if self._is_spent:
             raise RuntimeError(SPENT)
         is_usual = gradient is None and not retain_graph and not create_graph and inputs is None
-        is_here = loss.follower is self and current_stream(self._device) == self._stream
+        is_here = loss.follower is self and self._tails.current_stream() == self._stream
+        root = -1 if loss.place is None else loss.place
         if self._is_open and is_usual and is_here and self._is_unchanged():
-            self._done.root = -1 if loss.place is None else loss.place
-            tail = next((tail for tail in self._candidates if self._is_done(tail)), None)
-            if tail is not None and self._replay(tail):
-                return
+            for tail in self._candidates:
+                is_done = not tail.refused and tail.root == root and len(tail.operations) == self._num_done
+                if is_done and self._replay(tail):
+                    return
         self._is_open, is_followed = False, self._is_open and is_usual
         with plainly():
             valued(loss).backward(gradient, retain_graph, create_graph, inputs)
         if is_followed and not self._candidates and len(self._tails.known) < _MOST_TAILS:
             assert self._call is not None
+            self._done.root = root
             self._done.refused = not self._call.accepts(self._done)
-            self._tails.known.append(self._done)
-        self._end({})
-
-    def _is_done(self, tail: Tail) -> bool:
-        return not tail.refused and tail.root == self._done.root and len(tail.operations) == len(self._done.operations)
+            self._tails.known = (*self._tails.known, self._done)
+        self._end(self._alive())
 
     def _replay(self, tail: Tail) -> bool:
-        alive = [place for place, reference in self._pending.items() if reference() is not None]
-        wanted = [place for place in alive if place != tail.root and place not in self._values]
         assert self._call is not None
+        alive = self._alive()
+        wanted = [place for place in alive if place != tail.root and place not in self._values]
         results = self._call.replay(tail, wanted)
         if results is None:
             return False
-        self._values = {place: value.detach() for place, value in self._values.items()}
-        self._end({place: result for place, result in results.items() if place not in self._values})
+        values = {place: value.detach() for place, value in self._values.items()}
+        self._values = {**results, **values}
+        self._end(alive)
         self._is_spent = True
         return True
 
-    def _end(self, results: Mapping[int, Tensor]) -> None:
+    def _alive(self) -> list[int]:
+        """The places of pending tensors that somebody still has."""
+        return [place for place, reference in self._pending.items() if reference() is not None]
+
+    def _end(self, alive: Sequence[int]) -> None:
         """Lets go of all but the results that somebody still has."""
-        alive = {place for place, reference in self._pending.items() if reference() is not None}
-        self._values = {place: value for place, value in {**self._values, **results}.items() if place in alive}
+        self._values = {place: self._values[place] for place in alive if place in self._values}
         self._versions = {}
+        self._tails.take_back(self)
         self._is_open, self._call = False, None
-        self._outputs, self._done, self._candidates = (), Tail([], [], [], 0, []), []
+        self._outputs, self._done, self._candidates, self._num_done = (), _NOTHING, (), 0
+
+
+_NOTHING = Tail()
 
 
 def _copies(given: Sequence[Tensor]) -> list[Tensor]:

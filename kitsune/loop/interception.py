@@ -73,10 +73,10 @@ class ModuleFinder:
 
         While a thread captures, calls in others look as if they were traced, and are passed over.
         """
-        if torch.compiler.is_compiling():
+        if not self._steps_left or torch.compiler.is_compiling():
             return
         self._steps_left -= 1
-        if self._steps_left == 0:
+        if not self._steps_left:
             self.stop()
 
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
@@ -145,7 +145,7 @@ class _Interceptor(Interceptor):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
         assert module is not None
-        if taker is None or not self._is_newest(taker):
+        if taker is None or (self._changes != _takers.changes and not self._is_newest(taker)):
             module._compiled_call_impl = None
             return call_module(module, args, kwargs)
         return taker.call(module, args, kwargs)
@@ -164,8 +164,6 @@ class _Interceptor(Interceptor):
         return True
 
     def _is_newest(self, taker: CallTaker) -> bool:
-        if self._changes == _takers.changes:
-            return True
         if not all(_takers.of(param) is taker for param in self._params):
             return False
         self._changes = _takers.changes

@@ -15,7 +15,7 @@ from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
-from kitsune.capture.watch import bucket_bytes, refuse_surroundings
+from kitsune.capture.watch import bucket_bytes, is_reduced, refuse_surroundings
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
@@ -32,6 +32,7 @@ from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
+from kitsune.native.facts import attribute, result
 from kitsune.status import ScheduleTime
 
 # A call that has to be captured again and again is not rewritten again and again.
@@ -178,8 +179,8 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        may_record = is_quiet() and refuse_surroundings() is None
-        if self._graphs.has_new_cases and self.chooser.refusal is None and may_record:
+        wants_recordings = self._graphs.has_new_cases and self.chooser.refusal is None
+        if wants_recordings and is_quiet() and refuse_surroundings() is None:
             self._graphs.record_cases(self._record_case)
         copied, partial = self._graphs.take_counts()
         if copied:
@@ -200,10 +201,12 @@ class SplitStep(GuardedStep):
         return done, output
 
     def repeat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Answers a call as `replay` would, in a shorter way; None, with nothing done, where that cannot be."""
-        graphs = self._graphs
-        flat = None if self._shortcut is None or self._improves_next() else self._shortcut.inputs(args, kwargs)
-        if flat is None or graphs is None or graphs.is_pending():
+        """Answers a call that goes on as the latest did; None, with nothing done, where that has to be looked at."""
+        shortcut, graphs = self._shortcut, self._graphs
+        if shortcut is None or graphs is None or (self.chooser.may_improve and self._improves_next()):
+            return None
+        flat = shortcut.inputs(args, kwargs)
+        if flat is None or graphs.is_pending():
             return None
         self.replays += 1
         self.declined = None
@@ -213,7 +216,7 @@ class SplitStep(GuardedStep):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], flat: Sequence[torch.Tensor]
     ) -> CallShortcut | None:
         """A shorter way to repeat the call that was just replayed, of `flat`, if there is one."""
-        if not self.chooser.settled or self.chooser.refusal is not None:
+        if not self.chooser.settled or self.chooser.refusal is not None or self.verified < self._config.verify:
             return None
         if self._shortcut is not None and self._shortcut.inputs(args, kwargs) is not None:
             return self._shortcut
@@ -235,7 +238,14 @@ class SplitStep(GuardedStep):
         repetition = None if guarded is None else guarded.repetition(args, kwargs)
         if repetition is None or graphs is None:
             return None
-        facts = [*call_facts(self.module, flat[0].device), *graphs.forward.facts(len(flat))]
+        facts = [
+            attribute(self.chooser, "settled"),
+            attribute(self.chooser, "refusal"),
+            result(torch.compiler.is_compiling),
+            result(is_reduced),
+            *call_facts(self.module, flat[0].device),
+            *graphs.forward.facts(len(flat)),
+        ]
         try:
             return CallShortcut(repetition, facts, args, kwargs, graphs.stable)
         except LookupError:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kitsune.background import refuse_recording
+from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import trace_tail
 from kitsune.capture.watch import (
@@ -30,7 +31,7 @@ from kitsune.fallback import RefusalLog
 from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
-from kitsune.native.facts import Facts
+from kitsune.native.facts import Facts, attribute, result
 
 
 @dataclass
@@ -38,16 +39,19 @@ class _Recorded:
     """A tail, ready to replay.
 
     Attributes:
+        given: what it takes after the values of the call.
         results: the places of what it returns before the gradients.
-        gives: whether the first one is the caller's already.
+        kept: of these, the ones that the next replay overwrites.
         trained: the parameters that get a gradient.
         static: the gradients, where the recording keeps them.
-        surroundings: hold as long as nothing wants to see the backward pass.
+        surroundings: hold as long as nothing wants to see the backward pass, all of these require a gradient, and there
+            is no autocast, under which the backward pass was not captured.
     """
 
     recording: Recording
+    given: list[Tensor]
     results: tuple[int, ...]
-    gives: bool
+    kept: tuple[int, ...]
     trained: list[Tensor]
     static: list[Tensor]
     handed_out: HandedOut
@@ -62,6 +66,10 @@ class TailStep:
         forward: its recorded forward pass.
         trained: the parameters that get gradients, as in the program.
         gradients: static gradients by address; entries are added here.
+
+    Attributes:
+        is_repeatable: whether calls may be replayed with their tails: it makes no difference when the forward pass
+            runs, and each output has a gradient.
     """
 
     def __init__(
@@ -78,9 +86,10 @@ class TailStep:
         self._setup_seconds = 0.0
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
+        self._kind = program.tangents[0].device.type
         self._config, self._streams, self._log = config, streams, log
         self._recorded: dict[tuple[Tail, bool], _Recorded] = {}
-        self._is_repeatable = True  # until that is found to be refused
+        self.is_repeatable = program.repeatable and all(program.differentiable)
 
     def accepts(self, tail: Tail) -> bool:
         """See `kitsune.loop.following.FollowedCall`."""
@@ -93,11 +102,6 @@ class TailStep:
         finally:
             self._setup_seconds += time.perf_counter() - started
         return True
-
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether it makes no difference when the forward pass runs; and each output has a gradient."""
-        return self._is_repeatable and self._program.repeatable and all(self._program.differentiable)
 
     def replay(
         self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], *, whole: bool = False
@@ -116,24 +120,28 @@ class TailStep:
             if refusal is not None:
                 self._log.add(RefusedError(refusal, passing=True))
                 return None
+            is_frozen = False in [param.requires_grad for param in self._trained.values()]
+            if is_frozen or autocast_dtype(self._kind) is not None:
+                return None
         if recorded is None:
             try:
                 recorded = self._recorded[tail, whole] = self._record(tail, values, wanted, whole)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
-                self._is_repeatable &= not whole
+                self.is_repeatable &= not whole
                 tail.refused = not whole
                 return None
-        is_complete = set(wanted) <= set(recorded.results)
-        if not (is_complete and _may_add(recorded.trained) and _make_way(recorded)):
+        there = [grad for param in recorded.trained if (grad := param.grad) is not None]
+        if not set(wanted).issubset(recorded.results) or (there and not _may_add(there)):
             return None
-        found = recorded.recording([*values, *_given(tail)])
-        count = len(recorded.results)
-        results = dict(zip(recorded.results, found[:count], strict=True))
-        if recorded.recording.executor.keeps_outputs:
-            kept = recorded.results[recorded.gives :]
-            results |= _copies({place: results[place] for place in kept if place in (tail.root, *wanted)})
-        _accumulate(recorded.trained, found[count:])
+        if not _make_way(recorded, there):
+            return None
+        found = recorded.recording([*values, *recorded.given])
+        results = dict(zip(recorded.results, found, strict=False))
+        kept = {place: results[place] for place in recorded.kept if place == tail.root or place in wanted}
+        if kept:
+            results |= _copies(kept)
+        _accumulate(recorded.trained, found[len(recorded.results) :], is_first=not there)
         return results
 
     def take_setup_seconds(self) -> float:
@@ -151,7 +159,8 @@ class TailStep:
 
     def _record(self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], whole: bool) -> _Recorded:
         started = time.perf_counter()
-        inputs = [*(tensor.detach() for tensor in values), *_given(tail)]
+        given = [tensor for some in tail.given for tensor in some]
+        inputs = [*(tensor.detach() for tensor in values), *given]
         flat = inputs[: len(values)] if whole else None
         if whole:  # whichever outputs are wanted another time
             outputs = (place for place in range(len(self._program.differentiable)) if place != tail.root)
@@ -174,28 +183,34 @@ class TailStep:
             self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
         self._setup_seconds += time.perf_counter() - started
         trained = [self._trained[place] for place in program.gradient_places]
-        surroundings = facts_type()([*surrounding_facts(), *parameter_hook_facts(self._trained.values())])
-        return _Recorded(recording, program.results, gives, trained, static, HandedOut(static), surroundings)
-
-
-def _given(tail: Tail) -> list[Tensor]:
-    return [tensor for some in tail.given for tensor in some]
+        all_trained = self._trained.values()
+        surroundings = facts_type()(
+            [
+                *surrounding_facts(),
+                *parameter_hook_facts(all_trained),
+                *(attribute(param, "requires_grad") for param in all_trained),
+                result(torch.is_autocast_enabled, self._kind),
+            ]
+        )
+        kept = program.results[gives:] if recording.executor.keeps_outputs else ()
+        handed_out = HandedOut(static)
+        return _Recorded(recording, given, program.results, kept, trained, static, handed_out, surroundings)
 
 
 def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     """In memory of their own; those that share some share it afterwards, too."""
-    storages = {value.untyped_storage().data_ptr() for value in values.values()}
-    if len(storages) == len(values) and all(value.is_contiguous() for value in values.values()):
+    is_apart = len(values) == 1 or len({one.untyped_storage().data_ptr() for one in values.values()}) == len(values)
+    if is_apart and False not in [value.is_contiguous() for value in values.values()]:
         return {place: value.clone() for place, value in values.items()}
     return copy.deepcopy(values)
 
 
-def _make_way(recorded: _Recorded) -> bool:
-    """Whether nobody refers to static gradients any more. Those that are in `.grad` get memory of their own."""
+def _make_way(recorded: _Recorded, there: Sequence[Tensor]) -> bool:
+    """Whether nobody refers to static gradients any more. Those that are `there` get memory of their own."""
     if not recorded.handed_out.in_use():
         return True
     places = {tensor.data_ptr() for tensor in recorded.static}
-    here = [grad for param in recorded.trained if (grad := param.grad) is not None and grad.data_ptr() in places]
+    here = [grad for grad in there if grad.data_ptr() in places]
     if recorded.handed_out.in_use({grad.untyped_storage().data_ptr() for grad in here}):
         return False
     for grad in here:
@@ -203,20 +218,17 @@ def _make_way(recorded: _Recorded) -> bool:
     return True
 
 
-def _may_add(trained: Sequence[Tensor]) -> bool:
-    """Whether all that autograd would do is to leave gradients, or to add them to those that are there."""
-    if False in [param.requires_grad for param in trained]:
-        return False
-    there = [grad for param in trained if (grad := param.grad) is not None]
+def _may_add(there: Sequence[Tensor]) -> bool:
+    """Whether all that autograd would do is to add to the gradients that are `there`, in `.grad`."""
     return not any(grad.requires_grad or grad.layout is not torch.strided for grad in there)
 
 
-def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Leaves `grads` in `.grad`, as a backward pass does."""
+def _accumulate(trained: Sequence[Tensor], grads: Sequence[Tensor], *, is_first: bool) -> None:
+    """Leaves `grads` in `.grad`, as a backward pass does; `is_first` where nothing is there."""
     there, added = list[Tensor](), list[Tensor]()
     for param, grad in zip(trained, grads, strict=True):
-        if param.grad is None:
-            param.grad = grad.detach()
+        if is_first or param.grad is None:
+            param.grad = grad.data  # with a version of its own
         else:
             there.append(param.grad)
             added.append(grad)

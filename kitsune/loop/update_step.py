@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,16 +53,20 @@ class _Update:
     def inputs(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         return [*self.binding.params, *_into_slots(grads, self.slots), *self.binding.inputs()]
 
-    def fits(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether these gradients lie in the slots, but for those that are copied there."""
-        there = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
-        if len(there) < len(self.slots) or [grad.stride() for grad in there] != self.strides:
+    def fits(self, grads: Sequence[Any]) -> bool:
+        """Whether these gradients, some of which may be None, lie in the slots, but for those that are copied there."""
+        try:
+            strides = list(map(torch.Tensor.stride, grads))
+            addresses = list(map(torch.Tensor.data_ptr, grads))
+        except (TypeError, RuntimeError):  # one is missing, or sparse
+            return False
+        if strides != self.strides:
             return False
         if not self.copied:
-            return [grad.data_ptr() for grad in there] == self.addresses
+            return addresses == self.addresses
         return all(
-            grad.dtype == slot.dtype if place in self.copied else grad.data_ptr() == self.addresses[place]
-            for place, (grad, slot) in enumerate(zip(there, self.slots, strict=True))
+            grad.dtype == slot.dtype if place in self.copied else address == self.addresses[place]
+            for place, (grad, slot, address) in enumerate(zip(grads, self.slots, addresses, strict=True))
         )
 
 

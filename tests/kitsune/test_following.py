@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import kitsune
@@ -364,8 +365,35 @@ def test_a_loss_made_otherwise(name: str, device: torch.device) -> None:
     alike(body, device)
 
 
+class Listening(TorchFunctionMode):
+    """Remembers which functions it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.told.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def told_to_a_mode(loop: Loop, loss: Tensor) -> None:
+    with Listening() as mode:
+        loss.backward()
+    loop.seen.append(mode.told == [Tensor.backward])
+
+
+def inside_of_autocast(loop: Loop, loss: Tensor) -> None:
+    with torch.autocast(loss.device.type, dtype=torch.bfloat16):
+        loss.backward()
+    loop.seen.extend(param.grad.clone() for param in loop.model.parameters())
+
+
 BACKWARDS: dict[str, Callable[[Loop, Tensor], None]] = {
     "torch.autograd.backward": lambda loop, loss: torch.autograd.backward(loss),
+    "as a function": lambda loop, loss: Tensor.backward(loss),
+    "told to a mode": told_to_a_mode,
+    "inside of autocast": inside_of_autocast,
     "of a list": lambda loop, loss: torch.autograd.backward([loss, loss * 2]),
     "a gradient": lambda loop, loss: loss.backward(torch.full_like(loss, 3.0)),
     "retained": lambda loop, loss: (loss.backward(retain_graph=True), loss.backward()),
@@ -391,6 +419,21 @@ def test_a_backward_pass_otherwise(name: str, device: torch.device) -> None:
         return loss.item()
 
     alike(body, device)
+
+
+def test_a_backward_pass_is_moved_into_autocast(device: torch.device, replays: Callable[[], int]) -> None:
+    """After others have been replayed outside of it."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loop.optimizer.zero_grad()
+        loss = functional.cross_entropy(loop.model(x), y)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=loop.index == STEPS - 1):
+            loss.backward()  # type: ignore[no-untyped-call]
+        loop.optimizer.step()
+        return loss.item()
+
+    alike(body, device)
+    assert replays() == REPLAYED - 1
 
 
 def test_hooks_of_results(device: torch.device) -> None:

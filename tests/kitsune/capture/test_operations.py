@@ -15,13 +15,21 @@ from kitsune.capture.operations import Operation, described
 
 
 class Recorder:
-    """Describes whatever is done with its tensors, and does it."""
+    """Describes whatever is done with its tensors, and does it.
 
-    def __init__(self) -> None:
+    Args:
+        known: an operation to compare it with.
+    """
+
+    def __init__(self, known: Operation | None = None) -> None:
         self.found: list[tuple[Operation, list[Tensor]] | None] = []
+        self.given_again: list[Tensor] | None = None
+        self._known = known
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.found.append(described(function, args, kwargs, self, "cpu"))
+        if self._known is not None:
+            self.given_again = self._known.given_again(function, args, kwargs, self, "cpu")
         with plainly():
             return function(*args, **kwargs)
 
@@ -35,6 +43,22 @@ def done(action: Callable[[Tensor], Any], value: Tensor) -> tuple[Operation, lis
     action(followed(value, recorder, 0))
     (found,) = recorder.found
     return found
+
+
+def is_again(known: Operation, action: Callable[[Tensor], Any], value: Tensor) -> bool:
+    """Whether an action is found to be `known` again, in the quick way, which must agree with its description."""
+    recorder = Recorder(known)
+    action(followed(value, recorder, 0))
+    (found,) = recorder.found
+    if recorder.given_again is None:
+        assert found is None or found[0] != known
+        return False
+    assert found is not None
+    assert found[0] == known
+    for one, other in zip(recorder.given_again, found[1], strict=True):
+        assert type(one) is Tensor
+        assert (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+    return True
 
 
 OTHER = torch.arange(6.0).view(2, 3)
@@ -73,8 +97,9 @@ def test_the_same_is_equal_and_nothing_else(name: str) -> None:
     again = done(ACTIONS[name], torch.zeros(2, 3))
     assert again is not None
     assert again[0] == found[0]
-    others = [done(action, x) for other, action in ACTIONS.items() if other != name]
-    assert all(other is None or other[0] != found[0] for other in others)
+    assert is_again(found[0], ACTIONS[name], torch.zeros(2, 3))
+    others = [action for other, action in ACTIONS.items() if other != name]
+    assert not any(is_again(found[0], other, x) for other in others)
 
 
 UNLIKE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
@@ -88,6 +113,10 @@ UNLIKE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
     "a list": (lambda x: torch.cat([x, x]), lambda x: torch.cat([x, x, x])),
     "a tuple": (lambda x: torch.cat([x, x]), lambda x: torch.cat((x, x))),
     "a slice": (lambda x: x[1:], lambda x: x[:1]),
+    "a name": (lambda x: torch.sum(x, 0), lambda x: torch.sum(x, dim=0)),
+    "another name": (lambda x: torch.sum(x, dim=0), lambda x: torch.sum(x, axis=0)),
+    "one argument more": (lambda x: torch.sum(x, 0), lambda x: torch.sum(x, 0, True)),
+    "which argument is followed": (lambda x: x - OTHER, lambda x: OTHER - x),
 }
 
 
@@ -97,6 +126,7 @@ def test_differences(name: str) -> None:
     assert first is not None
     assert second is not None
     assert first[0] != second[0]
+    assert not is_again(first[0], UNLIKE[name][1], torch.randn(2, 3))
 
 
 def test_autocast_belongs_to_it() -> None:
@@ -111,6 +141,7 @@ def test_autocast_belongs_to_it() -> None:
     assert usual is not None
     assert low is not None
     assert usual[0] != low[0]
+    assert not is_again(low[0], product, x)
     torch.testing.assert_close(low[0].run({0: x}, low[1]), wanted, rtol=0, atol=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert usual[0].run({0: x}, usual[1]).dtype == torch.float32
@@ -119,6 +150,19 @@ def test_autocast_belongs_to_it() -> None:
 def test_another_calls_tensor_cannot_be_described() -> None:
     other = followed(OTHER, Recorder(), 0)
     assert done(lambda x: x + other, torch.randn(2, 3)) is None
+    own = done(lambda x: x + x, torch.randn(2, 3))
+    assert own is not None
+    assert not is_again(own[0], lambda x: x + other, torch.randn(2, 3))
+
+
+def test_equal_arguments_that_are_other_objects() -> None:
+    def clamped(most: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.clamp(x, -most, max=most)
+
+    found = done(clamped(1234.5), torch.randn(2, 3))
+    assert found is not None
+    assert is_again(found[0], clamped(float("1234.5")), torch.randn(2, 3))
+    assert not is_again(found[0], clamped(1234.0), torch.randn(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -126,3 +170,7 @@ def test_another_calls_tensor_cannot_be_described() -> None:
 )
 def test_tensors_that_are_more_than_numbers_cannot_be_described(argument: Tensor) -> None:
     assert done(lambda x: torch.mul(x, argument), torch.randn(3, 3)) is None
+    numbers = argument.detach().to_dense()
+    found = done(lambda x: torch.mul(x, numbers), torch.randn(3, 3))
+    assert found is not None
+    assert not is_again(found[0], lambda x: torch.mul(x, argument), torch.randn(3, 3))

@@ -39,7 +39,6 @@ def row(monkeypatch: pytest.MonkeyPatch) -> _Row:
     kernel = ModuleType("hand_out_triton")
     kernel.hand_out = lambda value, cell: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kitsune.kernels.hand_out_triton", kernel)
-    monkeypatch.setattr("kitsune.execution.handout.current_stream", lambda device: 0)
     return _Row(CPU)
 
 
@@ -107,7 +106,7 @@ def test_graphs_share_a_row(row: _Row) -> None:
 def test_another_stream_gets_another_row(row: _Row, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = recorded(row, torch.zeros(()))
     first = graph()
-    monkeypatch.setattr("kitsune.execution.handout.current_stream", lambda device: 1)
+    monkeypatch.setattr(row, "_current_stream", lambda: 1)
     second, third = graph(), graph()
     assert second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     assert [one.item() for one in (first, second, third)] == [1, 2, 3]

@@ -125,6 +125,39 @@ def test_an_argument_that_is_used_again(device: torch.device) -> None:
     alike(body, device)
 
 
+class Detached(Net):
+    """Its input gets no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+def test_an_argument_that_requires_a_gradient_and_gets_none(device: torch.device, counts: Counts) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        x.requires_grad_()
+        return plain(loop, x, y), x.grad
+
+    alike(body, device, Detached)
+    assert counts.whole == STEPS - FIRST
+
+
+def test_the_gradients_are_as_after_any_backward_pass(device: torch.device, counts: Counts) -> None:
+    """Each is a tensor of its own, which nobody has written to."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loop.optimizer.zero_grad()
+        functional.cross_entropy(loop.model(x), y).backward()  # type: ignore[no-untyped-call]
+        grads = [param.grad for param in loop.model.parameters()]
+        seen = [(grad._version, grad.is_leaf, grad.requires_grad, grad._is_view()) for grad in grads]
+        for grad in grads:
+            grad.mul_(0.5)
+        loop.optimizer.step()
+        return (seen, [grad._version for grad in grads]) if loop.index >= FIRST else None
+
+    alike(body, device)
+    assert counts.whole == STEPS - FIRST
+
+
 def test_an_update_between_a_call_and_a_look_at_its_output(device: torch.device) -> None:
     def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
         loss = functional.cross_entropy(loop.model(x), y)

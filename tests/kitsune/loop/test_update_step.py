@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from kitsune.config import Config
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.loop.update_step import UpdateStep
-from tests.kitsune.training import Net, adam
+from tests.kitsune.training import Net, adam, sgd
 
 GENERATIONS = 8
 
@@ -74,3 +76,28 @@ def test_of_gradients_that_stay_only_so_many_are_read_where_they_are() -> None:
         assert update.replay(), update.refusal
         in_place.append(reads_in_place(update, static))
     assert in_place == [True] * 2 + [False] * (GENERATIONS - 2)
+
+
+@pytest.mark.parametrize("other", [lambda grad: None, Tensor.to_sparse, lambda grad: grad.t().contiguous().t()])
+def test_a_gradient_that_is_missing_or_laid_out_otherwise_is_not_taken_for_what_was_there(
+    other: Callable[[Tensor], Tensor | None],
+) -> None:
+    """Nor is any other, until it is as it was."""
+    model = Net().double()
+    optimizer = sgd(model, momentum=0.0, fused=None)
+    gradients = {(slot := torch.empty_like(param)).data_ptr(): slot for param in model.parameters()}
+    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    replayed = []
+    for index in range(6):
+        before = [param.detach().clone() for param in model.parameters()]
+        for param, slot in zip(model.parameters(), gradients.values(), strict=True):
+            param.grad = slot.normal_().detach()
+        if index == 3:
+            model.first.weight.grad = other(model.first.weight.grad)
+        grads = [param.grad for param in model.parameters()]
+        replayed.append(update.replay())
+        if not replayed[-1]:
+            optimizer.step()
+        for param, value, grad in zip(model.parameters(), before, grads, strict=True):
+            torch.testing.assert_close(param.detach(), value if grad is None else value - 0.1 * grad.to_dense())
+    assert all(replayed[:3] + replayed[4:])
