@@ -283,7 +283,7 @@ def static_memory_on_the_cpu(run: Run) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if run.device.type == "cpu":
             static_memory.install(patch)
-        run.build(gradient_as_bucket_view=True)
+        run.build(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
         for index in range(STEPS):
             run.step(index)
         if run.accelerated:
