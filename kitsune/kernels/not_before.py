@@ -14,6 +14,6 @@ def _not_before(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 torch.library.register_fake("kitsune::not_before", _not_before)
-torch.library.impl("kitsune::not_before", ["CPU", "CUDA"], _not_before)
+torch.library.impl("kitsune::not_before", "CompositeExplicitAutograd", _not_before)
 
 not_before = torch.ops.kitsune.not_before.default

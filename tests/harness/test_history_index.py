@@ -74,6 +74,7 @@ def test_a_second_look_reads_no_samples(tmp_path: Path, reads: list[str]) -> Non
     assert reads == []
 
 
+@pytest.mark.usefixtures("no_other_threads")
 def test_what_all_processors_read_is_what_one_reads(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

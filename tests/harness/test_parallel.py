@@ -17,6 +17,7 @@ def refuse(number: int) -> int:
     raise ValueError(f"{number} is refused")
 
 
+@pytest.mark.usefixtures("no_other_threads")
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 100])
 def test_results_are_in_the_order_of_the_items(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_processors", lambda: 3)
@@ -48,12 +49,14 @@ def test_beside_other_threads_no_process_is_forked(monkeypatch: pytest.MonkeyPat
         other.join()
 
 
+@pytest.mark.usefixtures("no_other_threads")
 def test_the_function_need_not_be_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_processors", lambda: 2)
     tripled = {number: 3 * number for number in range(10)}
     assert mapped(lambda number: tripled[number], range(10), is_long=True) == list(tripled.values())
 
 
+@pytest.mark.usefixtures("no_other_threads")
 @pytest.mark.parametrize("is_long", [False, True])
 def test_what_the_function_raises_is_raised(is_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_processors", lambda: 2)
