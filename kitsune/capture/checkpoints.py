@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.verify import source_line
@@ -64,17 +63,13 @@ def _checkpoints(module: fx.GraphModule) -> list[fx.Node]:
         place = source_line(node)
         if "_checkpoint_context_fn" in _body(module, node).meta or not node.kwargs.keys() <= _WITHOUT_EFFECT:
             raise RefusedError(Refusal("a checkpoint chooses what it keeps (context_fn)", place))
-        if node.kwargs.get("use_reentrant") is not False and not _is_given_a_gradient(node):
-            reason = "a reentrant checkpoint of what needs no gradient gives its parameters none"
-            raise RefusedError(Refusal(reason, place, "pass use_reentrant=False"))
+        if node.kwargs.get("use_reentrant") is not False:
+            # It gives gradients only if an argument needs one that is a tensor itself. Here, what it takes from a
+            # closure, and what lies in tuples, are arguments like others.
+            raise RefusedError(
+                Refusal("a reentrant checkpoint may give no gradients", place, "pass use_reentrant=False")
+            )
     return found
-
-
-def _is_given_a_gradient(node: fx.Node) -> bool:
-    """Whether an argument needs one. Parameters that it uses are among its arguments, and placeholders."""
-    arguments = [argument for argument in node.all_input_nodes if argument.op not in ("placeholder", "get_attr")]
-    examples = pytree.tree_leaves([argument.meta.get("example_value") for argument in arguments])
-    return any(isinstance(example, torch.Tensor) and example.requires_grad for example in examples)
 
 
 def _draws_again(module: fx.GraphModule, node: fx.Node) -> bool:

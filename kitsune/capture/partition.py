@@ -11,6 +11,7 @@ from torch import fx
 
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
+from kitsune.kernels.not_before import not_before
 
 _TANGENTS = "kitsune_tangents"
 
@@ -57,7 +58,8 @@ class BackwardPart:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.backward.graph.nodes:
-            if node in absent or (node.op == "call_function" and node.meta[_TANGENTS] <= missing and _is_tensor(node)):
+            depends = node.meta[_TANGENTS] if node.op == "call_function" else frozenset()
+            if node in absent or (depends and depends <= missing and _is_tensor(node)):
                 copies[node] = _zeros(graph, node.meta["val"])
             elif node.op != "output":
                 copies[node] = graph.node_copy(node, lambda argument: copies[argument])
@@ -103,11 +105,13 @@ def partition(
     inputs, tangents = places[:num_inputs], places[num_inputs:]
     results = dataflow.outputs(joint.graph)
     outputs, grads = results[:num_outputs], iter(results[num_outputs:])
-    depends = dependence(joint.graph, tangents)
+    depends, by_value = dependence(joint.graph, tangents), dependence(joint.graph, tangents, by_value=True)
     if any(output in depends for output in outputs):
         raise RefusedError(Refusal("the backward pass writes to an output of the model"))
     _refuse_order(joint.graph, depends)
-    drafts = [_draft(joint.graph, part, [next(grads) for _ in part.gradient_places], depends) for part in traced]
+    drafts = [
+        _draft(joint.graph, part, [next(grads) for _ in part.gradient_places], depends, by_value) for part in traced
+    ]
     early = [node for node in joint.graph.nodes if node not in depends and node.op in ("call_function", "get_attr")]
     saved = [node for node in (*inputs, *early) if any(node in draft.read for draft in drafts)]
     forward = _extract(joint, inputs, early, [*outputs, *saved])
@@ -133,7 +137,11 @@ class _Draft:
 
 
 def _draft(
-    graph: fx.Graph, traced: TracedPart, grads: list[dataflow.Result], depends: dict[fx.Node, frozenset[int]]
+    graph: fx.Graph,
+    traced: TracedPart,
+    grads: list[dataflow.Result],
+    depends: dict[fx.Node, frozenset[int]],
+    by_value: dict[fx.Node, frozenset[int]],
 ) -> _Draft:
     places = {root: index for index, root in enumerate(traced.roots)}
     late = [node for node in graph.nodes if node.op == "call_function" and depends.get(node, set()) & places.keys()]
@@ -141,7 +149,7 @@ def _draft(
     if not all(roots <= places.keys() for roots in of.values()):
         raise RefusedError(Refusal("the backward passes of outputs that have nothing in common are computed together"))
     arguments = {argument for node in late for argument in node.all_input_nodes}
-    own = {node: frozenset(places[root] for root in roots) for node, roots in of.items()}
+    own = {node: frozenset(places[root] for root in by_value.get(node, ())) for node in of}
     return _Draft(traced, late, grads, own, {node for node in (*arguments, *of) if node not in depends})
 
 
@@ -168,8 +176,13 @@ def _part(
     )
 
 
-def dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, frozenset[int]]:
-    """For every node that depends on tangents, through data or through memory that such a node writes: on which."""
+def dependence(
+    graph: fx.Graph, tangents: Sequence[fx.Node], *, by_value: bool = False
+) -> dict[fx.Node, frozenset[int]]:
+    """For every node that depends on tangents, through data or through memory that such a node writes: on which.
+
+    What is not computed before a tangent is there depends on it; `by_value` it does not.
+    """
     depends = {tangent: frozenset([index]) for index, tangent in enumerate(tangents)}
     written: dict[int, frozenset[int]] = {}
     known = -1
@@ -179,7 +192,7 @@ def dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, fr
             if node.op != "call_function":
                 continue
             union = depends.get(node, frozenset()).union(
-                *(depends.get(argument, frozenset()) for argument in node.all_input_nodes),
+                *(depends.get(argument, frozenset()) for argument in _arguments(node, by_value)),
                 *(written.get(storage, frozenset()) for storage in dataflow.storages(node)),
             )
             if not union:
@@ -189,6 +202,10 @@ def dependence(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node, fr
                 for storage in dataflow.storages(target):
                     written[storage] = written.get(storage, frozenset()) | union
     return depends
+
+
+def _arguments(node: fx.Node, by_value: bool) -> list[fx.Node]:
+    return node.all_input_nodes[:1] if by_value and node.target is not_before else node.all_input_nodes
 
 
 def _refuse_order(graph: fx.Graph, depends: dict[fx.Node, frozenset[int]]) -> None:

@@ -95,7 +95,7 @@ def _recompute(
     order: dict[fx.Node, int],
 ) -> None:
     kept = _kept(graph, region, set(early))
-    anew = [node for node in region if not dataflow.storages(node) <= kept]
+    anew = [node for node in region if not _touched(node) <= kept]
     end = len(early)
     users = {node: [user for user in node.users if order.get(user, 0) >= end] for node in anew}
     if not any(users.values()):
@@ -131,7 +131,12 @@ def _kept(graph: fx.Graph, region: Sequence[fx.Node], early: Collection[fx.Node]
     ]
     results = [result for result in dataflow.outputs(graph) if result is not None]
     others = [argument for node in region for argument in node.all_input_nodes if argument not in inside]
-    return {key for node in (*stay, *results, *others) for key in dataflow.storages(node)}
+    return {key for node in (*stay, *results, *others) for key in _touched(node)}
+
+
+def _touched(node: fx.Node) -> set[int]:
+    """The keys of the storages of its results, and of those that it writes to."""
+    return dataflow.storages(node).union(*map(dataflow.storages, dataflow.written(node)))
 
 
 def _needed(anew: Sequence[fx.Node], users: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
@@ -144,7 +149,7 @@ def _needed(anew: Sequence[fx.Node], users: dict[fx.Node, list[fx.Node]]) -> lis
             written = {key for target in dataflow.written(node) for key in dataflow.storages(target)}
             if users[node] or written & touched or any(user in needed for user in node.users):
                 needed.add(node)
-                touched |= dataflow.storages(node)
+                touched |= _touched(node)
         if len(needed) == before:
             return [node for node in anew if node in needed]
 

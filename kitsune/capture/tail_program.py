@@ -99,8 +99,8 @@ def _backward(
 ) -> list[torch.Tensor | None]:
     """Gradients of the call's inputs; None for those that depend on outputs only that have no gradient themselves."""
     (part,) = program.parts
-    missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-    pairs = zip(tangents, program.tangents, strict=True)
+    pairs = [(tangents[root], program.tangents[root]) for root in part.roots]  # its own order
+    missing = frozenset(index for index, (tangent, _) in enumerate(pairs) if tangent is None)
     dense = [layout.fit(tangent) for tangent, layout in pairs if tangent is not None]
     with torch.no_grad(), torch.autocast(program.tangents[0].device.type, enabled=False):
         return part.spread(missing, interpret(part.without(missing), [*saved, *dense]))

@@ -300,13 +300,15 @@ class Following:
 
     def _defer(self, given: list[Tensor]) -> Tensor:
         """The result of the next operation of known tails, as a tensor without a value."""
-        tail, index = self._done, self._num_done  # the candidates have the memory for their beginnings in common
+        tail, index = self._done, self._num_done
         operation, is_view, own = tail.operations[index], tail.is_view[index], tail.given[index]
         if is_view and not operation.places() <= self._values.keys():
             self._compute()
         self._tails.lend(self)
-        for memory, tensor in zip(own, given, strict=True):
-            memory.copy_(tensor, non_blocking=True)
+        _fill(own, given)
+        for other in self._candidates:
+            if other.given[index] is not own:  # tails that go on from one another have this memory in common
+                _fill(other.given[index], given)
         self._num_done += 1
         place = len(self._layouts) + index
         if is_view:
@@ -455,6 +457,11 @@ class Following:
 
 
 _NOTHING = Tail()
+
+
+def _fill(memory: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    for place, tensor in zip(memory, given, strict=True):
+        place.copy_(tensor, non_blocking=True)
 
 
 def _copies(given: Sequence[Tensor]) -> list[Tensor]:

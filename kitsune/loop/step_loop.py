@@ -49,6 +49,7 @@ class StepLoop:
         self._latest: WholeStep | None = None
         self._is_idle = threading.Lock()
         self._fallbacks = 0
+        self._is_reentrant: bool | None = None  # until a step has run
         self._verify = config.verify
         refusal = refuse_streams(device)
         self._uses_streams = refusal is None
@@ -228,8 +229,7 @@ class StepLoop:
         objective = loss / spec.accumulate if spec.accumulate > 1 else loss
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
-        with _unchanged_gradients(spec.others()):
-            objective.backward()
+        self._go_back(objective)
         if phase == "accumulate":
             self._accumulators.detach()
             return loss.detach()
@@ -240,6 +240,17 @@ class StepLoop:
         if not spec.keep_grads:
             spec.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _go_back(self, objective: torch.Tensor) -> None:
+        """Gives gradients to the optimizer's parameters only, which is more than reentrant checkpoints can do."""
+        params = self._spec.params()
+        if self._is_reentrant is None:
+            self._is_reentrant = _is_reentrant(objective)
+        if self._is_reentrant:
+            with _unchanged_gradients(self._spec.others()):
+                objective.backward()
+        elif params or not objective.requires_grad:  # without any autograd raises, as it does without Kitsune
+            torch.autograd.backward(objective, inputs=params or None)
 
     def _eager_update(self) -> None:
         spec = self._spec
@@ -262,10 +273,7 @@ class StepLoop:
 
 @contextmanager
 def _unchanged_gradients(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """What a backward pass adds to `.grad` of `params` is dropped.
-
-    (One that is told for which parameters it is does not run through reentrant checkpoints.)
-    """
+    """What a backward pass adds to `.grad` of `params` is dropped."""
     kept = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -274,3 +282,17 @@ def _unchanged_gradients(params: Sequence[torch.nn.Parameter]) -> Iterator[None]
     finally:
         for param, grad in zip(params, kept, strict=True):
             param.grad = grad
+
+
+def _is_reentrant(loss: torch.Tensor) -> bool:
+    """Whether a checkpoint lies on the way back from `loss` that runs a backward pass of its own."""
+    known, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        known.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False

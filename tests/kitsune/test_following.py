@@ -22,7 +22,7 @@ from kitsune.capture.following import FollowedTensor, PendingTensor
 from kitsune.loop.tail_step import TailStep
 from tests.kitsune import static_memory
 from tests.kitsune.followed_loops import REPLAYED, STEPS, Body, Loop, alike, plain, stepped
-from tests.kitsune.training import Net, adam
+from tests.kitsune.training import Net, Training, adam, compare
 
 PLACES = [
     pytest.param("in order", marks=pytest.mark.slow),
@@ -780,6 +780,18 @@ def packed(loop: Loop, x: Tensor, y: Tensor) -> Any:
     return stepped(loop, loss).item(), len(calls)
 
 
+def two_calls_whose_losses_begin_alike(loop: Loop, x: Tensor, y: Tensor) -> Any:
+    """Both are open when nothing is known yet of what the loop does."""
+    first, second = loop.model(x), loop.model(x + 1)
+    one, other = functional.cross_entropy(first, y), functional.cross_entropy(second, 2 - y) * 3
+    loop.optimizer.zero_grad()
+    one.backward()
+    other.backward()
+    grads = [param.grad.clone() for param in loop.model.parameters() if param.grad is not None]
+    loop.optimizer.step()
+    return one.item(), other.item(), grads
+
+
 UNUSUAL: list[Body] = [
     several_at_once,
     now_and_then_summed,
@@ -800,6 +812,11 @@ def test_an_unusual_loop(body: Body, device: torch.device) -> None:
     alike(body, device)
 
 
+def test_two_calls_whose_losses_begin_alike() -> None:
+    """Where both can be open: with static memory the second one would wait for the first."""
+    alike(two_calls_whose_losses_begin_alike, torch.device("cpu"), lambda: nn.Linear(4, 3))
+
+
 def test_only_the_loops_own_results_are_followed(device: torch.device) -> None:
     torch.manual_seed(3)
     model = Net().to(device)
@@ -815,3 +832,31 @@ def test_only_the_loops_own_results_are_followed(device: torch.device) -> None:
     stepped_loss = stepped(loop, loss)
     assert type(stepped_loss.detach()) is type(stepped_loss + 1) is type(out.detach()) is Tensor
     assert all(type(state) is Tensor for one in loop.optimizer.state.values() for state in one.values())
+
+
+class Swapped(nn.Module):
+    """Two outputs, which it computes in another order than it returns them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.first(x))
+        right = self.right(x)
+        return self.left(x), right
+
+
+@pytest.mark.parametrize("used", ["both", "left", "right"])
+def test_outputs_in_another_order_than_computed(used: str) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        left, right = training.model(x)
+        losses = {"left": functional.cross_entropy(left, y), "right": right.square().mean()}
+        loss = sum(losses.values()) if used == "both" else losses[used]
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = compare("drop_in", lambda: (model := Swapped(), adam(model)), loop=loop, steps=8, defer_loss=True)
+    assert training.status().replays > 4

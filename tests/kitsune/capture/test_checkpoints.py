@@ -62,6 +62,19 @@ def a_part_of_a_result(block: nn.Module, x: Tensor) -> Tensor:
     return outer * inner.exp()
 
 
+def written_to_without_a_result(block: nn.Module, x: Tensor) -> Tensor:
+    def scale(x: Tensor) -> Tensor:
+        inner = block(x) + 1.0
+        torch._foreach_mul_([inner], 3.0)
+        return torch.sin(inner).exp()
+
+    return once(scale, x)
+
+
+def noise_that_is_written(block: nn.Module, x: Tensor) -> Tensor:
+    return once(lambda x: block(functional.rrelu(x, training=True)).sin(), x)
+
+
 def attention(block: nn.Module, x: Tensor) -> Tensor:
     def attend(x: Tensor) -> Tensor:
         heads = block(x).view(1, -1, 2, 4).transpose(1, 2)
@@ -72,7 +85,6 @@ def attention(block: nn.Module, x: Tensor) -> Tensor:
 
 CALLS: dict[str, Call] = {
     "once": once,
-    "reentrant": reentrant,
     "nested": nested,
     "several results": with_several_results,
     "in place": in_place,
@@ -81,6 +93,8 @@ CALLS: dict[str, Call] = {
     "random numbers": random_numbers,
     "a part of a result": a_part_of_a_result,
     "attention": attention,
+    "written to without a result": written_to_without_a_result,
+    "noise that is written": noise_that_is_written,
 }
 
 
@@ -133,6 +147,42 @@ def test_outputs_with_backward_passes_of_their_own(form: str) -> None:
     compare(form, lambda: (model := TwoHeads(), adam(model)), loss_fn=loss_fn)
 
 
+class TwoResults(nn.Module):
+    """Two outputs of one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def both(x: Tensor) -> tuple[Tensor, Tensor]:
+            inner = torch.tanh(self.second(x))
+            return self.last(inner.exp()), inner.sin()
+
+        first, second = once(both, self.first(x))
+        return first, second
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_some_of_the_results_of_a_checkpoint(used: tuple[int, ...], apart: bool) -> None:
+    """What is computed again for one of them does not depend on the gradient of the other."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        outputs = training.model(x)
+        losses = [outputs[index].square().mean() for index in used]
+        if apart:
+            for loss in losses:
+                loss.backward(retain_graph=True)
+        else:
+            sum(losses).backward()
+        training.optimizer.step()
+        return losses[0].detach()
+
+    compare("drop_in", lambda: (model := TwoResults(), adam(model, weight_decay=0.1)), loop=loop, steps=8, replays=4)
+
+
 def test_a_version_of_torch_that_does_not_tell_what_lies_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recomputing, "checkpoint_of", lambda node: None if "val" in node.meta else checkpoint_of(node))
     training = compare("drop_in", partial(build, once), replays=0)
@@ -156,7 +206,7 @@ def test_parameters_that_are_not_the_optimizers_keep_their_gradients(form: str) 
         model.last.bias.grad = torch.ones(3)
         return model, torch.optim.SGD([*model.first.parameters(), model.last.weight], lr=0.1, fused=True)
 
-    training = compare(form, of_some, gradients=False)
+    training = compare(form, of_some, gradients=False, replays=0)
     if form == "train_step":
         assert training.model.last.bias.grad.tolist() == [1.0, 1.0, 1.0]
 
@@ -255,6 +305,10 @@ def reentrant_without_gradients(block: nn.Module, x: Tensor) -> Tensor:
     return reentrant(block, x.detach())
 
 
+def reentrant_of_a_tuple(block: nn.Module, x: Tensor) -> Tensor:
+    return reentrant(lambda pair: block(pair[0]) + pair[1], (x, x))
+
+
 def overwritten(block: nn.Module, x: Tensor) -> Tensor:
     """What the checkpoint read is not there any more when it is computed again; autograd does not see it."""
     shift = torch.ones(8)
@@ -275,7 +329,9 @@ REFUSED: dict[str, tuple[Call, str]] = {
     "batch norm": (writing, "writes to what was there before"),
     "other random numbers": (drawing_again, "preserve_rng_state=False"),
     "other random numbers, nested": (drawing_again_within, "preserve_rng_state=False"),
-    "no gradient": (reentrant_without_gradients, "use_reentrant=False"),
+    "reentrant": (reentrant, "use_reentrant=False"),
+    "reentrant, without gradients": (reentrant_without_gradients, "use_reentrant=False"),
+    "reentrant, of a tuple": (reentrant_of_a_tuple, "use_reentrant=False"),
     "overwritten": (overwritten, "overwritten"),
     "context_fn": (choosing, "context_fn"),
 }
