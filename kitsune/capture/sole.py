@@ -23,10 +23,10 @@ def sole_capture() -> Iterator[None]:
     Raises:
         RefusedError: another thread is in the midst of a capture.
     """
-    if not _capturing.acquire(blocking=False):
-        raise RefusedError(Refusal("another thread is in the midst of a capture"), passing=True)
-    try:
-        with held_interrupts():
+    with held_interrupts():
+        if not _capturing.acquire(blocking=False):
+            raise RefusedError(Refusal("another thread is in the midst of a capture"), passing=True)
+        try:
             yield
-    finally:
-        _capturing.release()
+        finally:
+            _capturing.release()
