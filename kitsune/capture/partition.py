@@ -105,7 +105,9 @@ def partition(
     inputs, tangents = places[:num_inputs], places[num_inputs:]
     results = dataflow.outputs(joint.graph)
     outputs, grads = results[:num_outputs], iter(results[num_outputs:])
-    depends, by_value = dependence(joint.graph, tangents), dependence(joint.graph, tangents, by_value=True)
+    depends = by_value = dependence(joint.graph, tangents)
+    if joint.graph.find_nodes(op="call_function", target=not_before):
+        by_value = dependence(joint.graph, tangents, by_value=True)
     if any(output in depends for output in outputs):
         raise RefusedError(Refusal("the backward pass writes to an output of the model"))
     _refuse_order(joint.graph, depends)
