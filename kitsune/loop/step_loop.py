@@ -49,7 +49,7 @@ class StepLoop:
         self._latest: WholeStep | None = None
         self._is_idle = threading.Lock()
         self._fallbacks = 0
-        self._is_reentrant: bool | None = None  # until a step has run
+        self._is_reentrant: bool | None = None  # not known
         self._verify = config.verify
         refusal = refuse_streams(device)
         self._uses_streams = refusal is None
@@ -102,7 +102,9 @@ class StepLoop:
                 return verified
         done, loss = step.replay(args, kwargs) if choice == "replay" else (False, None)
         if not done:
-            self._fallbacks += choice == "replay"
+            if choice == "replay":
+                self._fallbacks += 1
+                self._is_reentrant = None  # the model may have changed
             loss = self._eager(args, kwargs, phase)
             choice = "eager"
         step.chooser.finish(choice)

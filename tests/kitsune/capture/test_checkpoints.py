@@ -211,6 +211,15 @@ def test_parameters_that_are_not_the_optimizers_keep_their_gradients(form: str) 
         assert training.model.last.bias.grad.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_are_switched_on_in_mid_training(form: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        training.model.call = {4: once, 7: reentrant}.get(index, training.model.call)
+
+    training = compare(form, partial(build, plainly), steps=10, edit=edit, replays=3)
+    assert any("use_reentrant=False" in refusal for refusal in training.status().refusals)
+
+
 # What is kept
 
 
