@@ -29,6 +29,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 
 from kitsune.capture.called import called_facts
+from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
@@ -270,8 +271,10 @@ def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[A
 
 
 def _are_needed(guards: Sequence[Any]) -> list[bool]:
-    """Without the one that asks Python for hooks of saved tensors: `refuse_surroundings` does before every replay."""
-    return [guard.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS" for guard in guards]
+    """Without those about hooks of saved tensors and of all modules: `refuse_surroundings` asks before every replay."""
+    return [
+        guard.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS" and not is_of_global_hooks(guard.name) for guard in guards
+    ]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -297,7 +300,7 @@ def dynamo_facts() -> list[Fact]:
 
 @contextmanager
 def _strict_capture() -> Iterator[_Called]:
-    """Guards every hook, and refuses random numbers of the host that Dynamo would freeze or take from torch instead.
+    """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
     Refused is also a model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch.
     What it yields is filled meanwhile.
@@ -322,7 +325,7 @@ def _strict_capture() -> Iterator[_Called]:
     questions = mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question())
     called: _Called = {}
     inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
-    with sole_capture(), switches, generators, metrics, questions, inlining:
+    with sole_capture(), without_own(), switches, generators, metrics, questions, inlining:
         yield called
 
 

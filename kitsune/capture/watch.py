@@ -5,7 +5,6 @@ None of it has a public reader in `torch`; this module is where it is read.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import types
 from abc import ABC, abstractmethod
@@ -13,39 +12,19 @@ from collections.abc import Iterable
 
 import torch
 from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
 
 from kitsune.capture.frontend import dynamo_facts, is_compiled, refuse_dynamo
+from kitsune.capture.global_hooks import global_hook_facts, refuse_global_hooks
 from kitsune.errors import Refusal
 from kitsune.native.facts import Fact, attribute, contents, result
-
-_GLOBAL_HOOKS = (
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_forward_hooks,
-    torch_module._global_backward_pre_hooks,
-    torch_module._global_backward_hooks,
-)
-
-own_global_hooks: set[int] = set()
-"""The ids of Kitsune's own global hooks, which a replay need not run."""
-
-
-def settle_global_hooks() -> None:
-    """Lets the hooks of optimizers go that were dropped, and wait for the collector.
-
-    Dynamo guards the hooks that it finds, and runs the collector in the midst of a capture.
-    """
-    if own_global_hooks:
-        gc.collect()
 
 
 def refuse_surroundings() -> Refusal | None:
     """None if nothing around the present call wants to see its operators one by one."""
-    for hooks in _GLOBAL_HOOKS:
-        if hooks and hooks.keys() - own_global_hooks:
-            return Refusal("global module hooks are registered, which a replay would not run")
+    if (hooks := refuse_global_hooks()) is not None:
+        return hooks
     if torch._C._len_torch_dispatch_stack() > 0:
         return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")
     if (mode := refuse_function_modes()) is not None:
@@ -75,7 +54,7 @@ def surrounding_facts() -> list[Fact]:
     """What must stay for `refuse_surroundings` to answer as it does."""
     modes = range(torch._C._len_torch_function_stack())
     return [
-        *(contents(hooks) for hooks in _GLOBAL_HOOKS),
+        *global_hook_facts(),
         result(torch._C._len_torch_dispatch_stack),
         result(torch._C._len_torch_function_stack),
         *(result(torch._C._get_function_stack_at, place) for place in modes),

@@ -13,7 +13,7 @@ from torch import fx
 from kitsune.background import refuse_recording
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.sole import sole_capture
-from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, settle_global_hooks
+from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
@@ -133,7 +133,6 @@ class GuardedStep(ABC):
             self._budget.spend(self.replays)
             started = time.perf_counter()
             try:
-                settle_global_hooks()
                 self._guarded = GuardedFunction(self._call, self._run)
                 return replay(self._guarded)
             finally:

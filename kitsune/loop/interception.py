@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
-from kitsune.capture.watch import Interceptor, own_global_hooks
+from kitsune.capture.global_hooks import note_own, remove_own
+from kitsune.capture.watch import Interceptor
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
 _PATIENCE_STEPS = 20
@@ -61,8 +61,8 @@ class ModuleFinder:
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = _PATIENCE_STEPS
         handle = register_module_forward_pre_hook(self._on_call)
-        own_global_hooks.add(handle.id)
-        self._finalizer = weakref.finalize(taker, _remove, handle)
+        note_own(handle)
+        self._finalizer = weakref.finalize(taker, remove_own, handle)
 
     def stop(self) -> None:
         """Looks no further."""
@@ -102,11 +102,6 @@ class ModuleFinder:
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
     """Of a wrapper whose calls stay its own, the module that it calls."""
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _remove(handle: RemovableHandle) -> None:
-    handle.remove()
-    own_global_hooks.discard(handle.id)
 
 
 class _Takers:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from kitsune.capture.watch import Interceptor, own_global_hooks
+from kitsune.capture.global_hooks import num_own
+from kitsune.capture.watch import Interceptor
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from tests.kitsune.training import Net
 
@@ -39,11 +40,11 @@ def hooks() -> int:
 
 @pytest.fixture(autouse=True)
 def _no_hook_left_behind() -> Iterator[None]:
-    before, own = hooks(), len(own_global_hooks)
+    before, own = hooks(), num_own()
     yield
     gc.collect()
     assert hooks() == before
-    assert len(own_global_hooks) == own
+    assert num_own() == own
 
 
 X = torch.ones(2, 4)
