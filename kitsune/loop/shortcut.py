@@ -28,7 +28,7 @@ def may_try_shortcut(count: int, replays: int) -> bool:
     return count < _FREE_SHORTCUTS + replays // _REPLAYS_PER_SHORTCUT
 
 
-def same_tensors(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+def same_tensors(first: Sequence[object], second: Sequence[object]) -> bool:
     """Whether two lists consist of the same objects."""
     return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import CaptureBudget, RefusalLog
 from kitsune.loop.recording import Recording
-from kitsune.loop.shortcut import UpdateShortcut
+from kitsune.loop.shortcut import UpdateShortcut, same_tensors
 from kitsune.native.facts import attribute
 
 _MAX_GRAPHS = 4
 _MAX_IN_PLACE = 2
 
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
+_References = list["weakref.ref[torch.Tensor] | None"]
 
 
 @dataclass
@@ -99,7 +101,7 @@ class UpdateStep:
         self._composed = config.compile
         self._updates: OrderedDict[_Key, _Update] = OrderedDict()
         self._latest: _Update | None = None
-        self._in_place: set[tuple[int, ...]] = set()
+        self._in_place: list[_References] = []  # slots that are read where they are
         self._captured: set[_Key] = set()
 
     def replay(self) -> bool:
@@ -193,16 +195,26 @@ class UpdateStep:
             return None
 
     def _slots_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The static gradients that `grads` lie in; None for those that lie elsewhere, or are to be copied."""
+        """The static gradients that `grads` lie in; None for those that lie elsewhere, or are to be copied.
+
+        Static gradients that are no more are forgotten. Others may have come to their addresses since.
+        """
         slots = [self._gradients.get(grad.data_ptr()) for grad in grads]
-        addresses = _addresses(slots)
-        if addresses not in self._in_place:
-            self._in_place = {known for known in self._in_place if self._are_static(known)}
+        if all(slot is None for slot in slots):
+            return slots
+        self._in_place = [known for known in self._in_place if self._are_there(known)]
+        if not any(same_tensors(_tensors(known), slots) for known in self._in_place):
             if len(self._in_place) == _MAX_IN_PLACE:
                 return [None for _ in slots]
-        if any(addresses):
-            self._in_place.add(addresses)
+            self._in_place.append([None if slot is None else weakref.ref(slot) for slot in slots])
         return slots
+
+    def _are_there(self, references: _References) -> bool:
+        """Whether all that is referred to are static gradients still."""
+        for reference, tensor in zip(references, _tensors(references), strict=True):
+            if reference is not None and (tensor is None or self._gradients.get(tensor.data_ptr()) is not tensor):
+                return False
+        return True
 
     def _are_static(self, addresses: tuple[int, ...]) -> bool:
         """Whether there are still static gradients at these addresses, 0 standing for those that lie elsewhere."""
@@ -276,6 +288,10 @@ class UpdateStep:
         if len(self._updates) >= _MAX_GRAPHS:
             _, oldest = self._updates.popitem(last=False)
             oldest.recording.release()
+
+
+def _tensors(references: _References) -> list[torch.Tensor | None]:
+    return [None if reference is None else reference() for reference in references]
 
 
 def _addresses(slots: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
