@@ -1,4 +1,4 @@
-"""Records the backward passes of a call over the memory of its forward pass."""
+"""Records the backward passes of a call, and of losses made of its outputs, over the memory of its forward pass."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
+from kitsune.execution.handout import Handout
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow
@@ -90,6 +91,30 @@ class BackwardRecorder:
         self._log.do_without(refusal)
         return None
 
+    def record_tail(
+        self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], handout: Handout | None, *, is_fused: bool
+    ) -> Recording:
+        """A recording of what follows a call of the latest program, or of both; as many streams are tried as for that.
+
+        Args:
+            inputs: what it reads, where it reads it, with values.
+            handout: see `CudaGraph`.
+
+        Raises:
+            RefusedError: it cannot be recorded.
+        """
+        tail = _Backward(module, inputs, inputs, len(inputs), [], handout)
+        in_order = self._in_order(tail)
+        may_repeat = isinstance(in_order.executor, CudaGraph) and not dataflow.written_inputs(module.graph)
+        if self._num_streams == 1 or not may_repeat:
+            return in_order
+        self.schedules = ()
+        try:
+            return self._fastest(tail, in_order, self._num_streams, is_fused)
+        except BaseException:
+            in_order.release()
+            raise
+
     def _case(
         self, program: SplitProgram, forward: Recording, part: BackwardPart, missing: frozenset[int]
     ) -> Recording | None:
@@ -143,6 +168,7 @@ class BackwardRecorder:
             "pool": GraphPool(self._streams),
             "log": self._log,
             "warm_up": backward.values,
+            "handout": backward.handout,
         }
 
 
@@ -150,7 +176,7 @@ class _Backward(NamedTuple):
     """A part of a backward pass, the tensors that its graph reads, and values that these may have.
 
     The first `num_saved` ones are what the forward pass has saved, which it `computed` at some places; the others are
-    gradients.
+    gradients. `handout` gives the first result of each replay away.
     """
 
     module: fx.GraphModule
@@ -158,3 +184,4 @@ class _Backward(NamedTuple):
     values: Sequence[torch.Tensor]
     num_saved: int
     computed: Sequence[int]
+    handout: Handout | None = None

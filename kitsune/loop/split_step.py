@@ -418,7 +418,7 @@ class SplitStep(GuardedStep):
         if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
             return None
         return TailStep(
-            program, forward, trained, self._gradients, config=self._config, streams=self._streams, log=self._log
+            program, forward, trained, self._gradients, config=self._config, recorder=self._recorder, log=self._log
         )
 
 

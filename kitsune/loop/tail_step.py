@@ -23,11 +23,10 @@ from kitsune.capture.watch import (
 from kitsune.config import Config
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
-from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import handout
 from kitsune.execution.ownership import HandedOut
-from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
+from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
@@ -66,6 +65,7 @@ class TailStep:
         forward: its recorded forward pass.
         trained: the parameters that get gradients, as in the program.
         gradients: static gradients by address; entries are added here.
+        recorder: has recorded the calls.
 
     Attributes:
         is_repeatable: whether calls may be replayed with their tails: it makes no difference when the forward pass
@@ -80,14 +80,14 @@ class TailStep:
         gradients: dict[int, Tensor],
         *,
         config: Config,
-        streams: StreamPool,
+        recorder: BackwardRecorder,
         log: RefusalLog,
     ) -> None:
         self._setup_seconds = 0.0
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._kind = program.tangents[0].device.type
-        self._config, self._streams, self._log = config, streams, log
+        self._config, self._recorder, self._log = config, recorder, log
         self._recorded: dict[tuple[Tail, bool], _Recorded] = {}
         self.is_repeatable = program.repeatable and all(program.differentiable)
 
@@ -168,15 +168,9 @@ class TailStep:
         program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat)
         device = inputs[0].device
         gives = device.type == "cuda" and self._config.cuda_graphs and program.results[:1] == (tail.root,)
-        recording = Recording(
-            program.module,
-            inputs,
-            stable=range(len(inputs)),
-            config=self._config,
-            pool=GraphPool(self._streams),
-            log=self._log,
-            handout=handout(device) if gives else None,
-        )
+        given_away = handout(device) if gives else None
+        is_fused = self._program.is_rewritten
+        recording = self._recorder.record_tail(program.module, inputs, given_away, is_fused=is_fused)
         static: list[Tensor] = []
         if isinstance(recording.executor, CudaGraph):
             static = recording.executor.static_outputs()[len(program.results) :]

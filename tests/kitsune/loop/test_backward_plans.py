@@ -78,6 +78,31 @@ def test_whatever_wins_the_loop_trains_the_same(place: int, device: str, favour:
     assert "in use" in str(status)
 
 
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_losses_that_are_deferred_have_plans_too(
+    place: int, whole: bool, device: str, favour: Callable[[int], None]
+) -> None:
+    """From the loss on, or with the call, where that can wait."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = (Net() if whole else Net(batch_norm=True, dropout=0.3)).to(device)
+        return model, sgd(model)
+
+    favour(place)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if device == "cuda" else {}
+    options: dict[str, Any] = {"mode": "auto", "enable_fusion": False, "steps": STEPS, "replays": STEPS - EAGER}
+    batches = partial(batch, device=device)
+    alone = compare("drop_in", made, batches=batches, **options, **tolerance).status()
+    favour(place + len(alone.schedules))
+    status = compare("drop_in", made, batches=batches, defer_loss=True, **options, **tolerance).status()
+    assert "loss" in status.covered
+    assert [schedule.chosen for schedule in status.schedules].index(True) == place
+    assert len(status.schedules) > 2
+
+
 class Gated(nn.Module):
     """Saves an expanded tensor."""
 
