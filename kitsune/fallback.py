@@ -19,8 +19,8 @@ _log = logging.getLogger("kitsune")
 _UNTIMED = 1
 _SAMPLES = 4
 
-# Short steps are timed again, in turns, unless the difference is clear: the first of each are slowed by cold caches,
-# and whatever else the machine does for a moment slows one of them alone.
+# Short steps are timed again, in turns, unless the difference is clear, and no earlier replay was faster: the first of
+# each are slowed by cold caches, and whatever else the machine does for a moment slows one of them alone.
 _CLEARLY_FASTER = 0.5
 _PATIENCE_SECONDS = 0.1
 
@@ -188,6 +188,8 @@ class Chooser:
     def _is_clear(self) -> bool:
         if not self._auto or self._spent >= _PATIENCE_SECONDS:
             return True
+        if self._rival is not None and self._best["replay"] > self._rival:
+            return False
         return self._best["replay"] < _CLEARLY_FASTER * self._best["eager"]
 
     def _settle(self) -> None:

@@ -21,7 +21,7 @@ from kitsune.fusion.judge import Verdict, key_of
 from kitsune.fusion.match import Alone
 from kitsune.graph import dataflow
 from kitsune.graph.signature import graph_signature
-from kitsune.kernels import compile_client
+from kitsune.kernels import compile_client, triton_key
 from kitsune.kernels.tuning import Compilers, NotChosenYet
 from kitsune.timing import CostCache
 
@@ -64,7 +64,8 @@ class Foresight:
 
 
 def expect(device: torch.device) -> None:
-    """Kernels for `device` will probably be compiled soon: all of them, where nothing was ever timed on it."""
+    """Kernels for `device` will probably be needed soon; all have to be compiled where nothing was ever timed on it."""
+    triton_key.make_ahead()
     if CostCache.of(device).is_empty:
         compile_client.start()
 

@@ -244,15 +244,20 @@ class StepLoop:
         return loss.detach()
 
     def _go_back(self, objective: torch.Tensor) -> None:
-        """Gives gradients to the optimizer's parameters only, which is more than reentrant checkpoints can do."""
+        """Gives gradients to the optimizer's parameters only, which is more than reentrant checkpoints can do.
+
+        All of it runs in this thread: cuDNN keeps the algorithms that it has searched for by thread, and a capture, in
+        this one, needs the same.
+        """
         params = self._spec.params()
         if self._is_reentrant is None:
             self._is_reentrant = _is_reentrant(objective)
-        if self._is_reentrant:
-            with _unchanged_gradients(self._spec.others()):
-                objective.backward()
-        elif params or not objective.requires_grad:  # without any autograd raises, as it does without Kitsune
-            torch.autograd.backward(objective, inputs=params or None)
+        with torch.autograd.set_multithreading_enabled(False):
+            if self._is_reentrant:
+                with _unchanged_gradients(self._spec.others()):
+                    objective.backward()
+            elif params or not objective.requires_grad:  # without any autograd raises, as it does without Kitsune
+                torch.autograd.backward(objective, inputs=params or None)
 
     def _eager_update(self) -> None:
         spec = self._spec

@@ -42,6 +42,28 @@ def test_reopened_it_times_both_again(clock: Clock) -> None:
     assert chooser.next() == "eager"
 
 
+@pytest.mark.parametrize(("usual", "has_lost"), [(0.9e-3, False), (1.1e-3, True)])
+def test_short_steps_are_timed_for_a_while_before_they_have_lost_to_earlier_ones(
+    usual: float, has_lost: bool, clock: Clock
+) -> None:
+    """The first of them are slower: kernels are loaded, or something else is going on."""
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda choice: 9e-3 if choice == "eager" else 1e-3)
+    rival = chooser.replay_seconds
+    chooser.reopen(rival)
+    replays = 0
+
+    def cost(choice: str) -> float:
+        nonlocal replays
+        replays += choice == "replay"
+        return 9e-3 if choice == "eager" else 2e-3 if replays < 6 else usual
+
+    drive(chooser, clock, cost, steps=100)
+    assert chooser.settled
+    assert chooser.has_lost == has_lost
+    assert chooser.replay_seconds == pytest.approx(min(usual, 1e-3))
+
+
 @pytest.mark.parametrize("mode", ["replay", "eager"])
 def test_where_nothing_is_timed_nothing_is_timed_again(mode: fallback.Mode, clock: Clock) -> None:
     chooser = Chooser(mode, clock.synchronize)

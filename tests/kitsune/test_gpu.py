@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from typing import Any
@@ -697,3 +698,28 @@ def test_two_processes_on_one_gpu() -> None:
         barrier = manager.Barrier(2)
         found = pool.starmap_async(train_beside_others, [(form, barrier) for form in FORMS]).get(250)
     assert found == ["cuda graph"] * 2
+
+
+def test_what_cudnn_has_searched_for_serves_the_capture() -> None:
+    """It keeps that by thread: the eager steps of a `TrainStep` go back in the thread that captures."""
+    threads = set[int]()
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            threads.add(threading.get_ident())
+            return grad
+
+    model = Net().to(CUDA)
+
+    def forward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(Note.apply(model(x)), y)
+
+    step = kitsune.TrainStep(model, optimizer=adam(model), forward=forward, mode="eager")
+    (x, y), _ = cuda_batch(0)
+    step(x, y)
+    assert threads == {threading.get_ident()}

@@ -59,13 +59,14 @@ def test_parts_run_at_the_same_time_as_they_do_when_they_are_tried() -> None:
 def test_compilers_are_expected_where_nothing_is_known(
     is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, started = CostCache(tmp_path, {}), []
+    cache, started = CostCache(tmp_path, {}), list[str]()
     if is_known:
         cache.put("mm", 1.0)
     monkeypatch.setattr(CostCache, "of", lambda device: cache)
-    monkeypatch.setattr(ahead.compile_client, "start", lambda: started.append(True))
+    monkeypatch.setattr(ahead.compile_client, "start", lambda: started.append("compilers"))
+    monkeypatch.setattr(ahead.triton_key, "make_ahead", lambda: started.append("key"))
     ahead.expect(CUDA)
-    assert started == ([] if is_known else [True])
+    assert started == (["key"] if is_known else ["key", "compilers"])
 
 
 def test_only_few_parts_have_their_values_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
