@@ -192,7 +192,7 @@ def _differences(
             differences.append(Difference(name, math.inf, 0.0))
             continue
         error, allowed = distance(one.tensor, other.tensor), _TIMES * apart.get(name, 0.0) + other.unit
-        if not error <= allowed:
+        if error and not error <= allowed:  # which is NaN where numbers overflow
             differences.append(Difference(name, error, allowed))
     return sorted(differences, key=lambda one: one.error / max(one.allowed, 1e-30), reverse=True)
 

@@ -161,6 +161,17 @@ def test_with_a_gradient_scaler(counted: list[str]) -> None:
     assert not verified.status().refusals
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_what_overflows_in_both_is_no_difference(form: str, counted: list[str]) -> None:
+    """Nor does rounding explain anything then."""
+    verified = training(form, verify=2)
+    (x, y), _ = batch(0)
+    for _ in range(5):
+        verified.step(x * float("inf"), y)
+    assert counted.count("compared") >= 2
+    assert not verified.status().refusals
+
+
 def verification(training: Training, index: int) -> kitsune.Verification:
     (x, y), _ = batch(index)
     if training.train_step is not None:
