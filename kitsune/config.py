@@ -40,9 +40,8 @@ class Config:
             `"eager"` runs plain PyTorch.
         enable_amp: run the forward pass under `torch.autocast`. In a drop-in loop floating-point
             outputs of the model come back as float32.
-        amp_dtype: `torch.bfloat16` or `torch.float16` (or their names). With float16 there is a gradient scaler: the
-            one given to `TrainStep` or its own, `step.grad_scaler`; in a drop-in loop `optimizer.grad_scaler`, which
-            scales within the model, so that the loop gets gradients that are not scaled.
+        amp_dtype: `torch.bfloat16` or `torch.float16` (or their names). float16 needs a gradient
+            scaler, so `TrainStep` takes it together with `grad_scaler` only.
         compile: let Inductor compile the captured graph. Off by default: compiling takes from
             seconds to minutes.
         max_memory: the most bytes of device memory that one recorded graph may use for intermediates and static

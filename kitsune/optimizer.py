@@ -14,7 +14,6 @@ from kitsune.config import Config, option_names
 from kitsune.errors import ConfigError
 from kitsune.fallback import RefusalLog
 from kitsune.loop.drop_in import DropInLoop
-from kitsune.loop.scaling import GradScaler
 from kitsune.status import Status
 from kitsune.verification import Verification
 
@@ -42,11 +41,6 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         **options: single options (fields of `Config`), which take precedence; with a class, all
             other keywords go to it.
 
-    Attributes:
-        grad_scaler: with `enable_amp` in float16, what scales the gradients within the model and leaves updates out
-            where they overflow; its `state_dict` belongs into a checkpoint. None otherwise. The loop gets gradients
-            that are not scaled.
-
     Raises:
         ConfigError: an unknown option, or a value that is not allowed; a `model` of which nothing is trained.
         TypeError: neither an optimizer class with `params` nor an optimizer; a `model` that is no module.
@@ -70,12 +64,14 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         if others and isinstance(optimizer, torch.optim.Optimizer):
             Config.from_options(others)  # raises, naming the unknown option
         self.config = Config.from_options(own, config)
+        if self.config.enable_amp and self.config.amp_dtype is torch.float16:
+            remedy = "torch.bfloat16; for float16 use torch.autocast and GradScaler in the loop"
+            raise ConfigError("amp_dtype", torch.float16, remedy)
         self._wrapped = wrapped
-        self.grad_scaler = _scaler(self.config, wrapped)
         self._models = None if model is None else _models(model, wrapped)
         self._log = RefusalLog("the training loop")
         self._waits = False
-        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log, self._models, self.grad_scaler)
+        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log, self._models)
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -176,12 +172,10 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return f"KitsuneOptimizer({self._wrapped!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"config": self.config, "wrapped": self._wrapped, "models": self._models}
-        return {**kept, "grad_scaler": self.grad_scaler}
+        return {"config": self.config, "wrapped": self._wrapped, "models": self._models}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.config, self._wrapped, self._models = state["config"], state["wrapped"], state["models"]
-        self.grad_scaler = state["grad_scaler"]
         self._log = RefusalLog("the training loop")
         self._loop = None
         self._waits = True  # a copy that is only kept must not look for modules
@@ -194,13 +188,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         self._waits = False
-        self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models, self.grad_scaler)
-
-
-def _scaler(config: Config, optimizer: torch.optim.Optimizer) -> GradScaler | None:
-    if not (config.enable_amp and config.amp_dtype is torch.float16):
-        return None
-    return GradScaler(optimizer.param_groups[0]["params"][0].device.type)
+        self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models)
 
 
 def _models(

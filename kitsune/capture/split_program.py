@@ -26,7 +26,6 @@ from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.graph.values import mode_of, value
-from kitsune.kernels.scaled_gradient import scaled_gradient
 
 _as_strided = torch.ops.aten.as_strided.default
 
@@ -45,8 +44,7 @@ class SplitProgram:
         autocast: what autocast computes in during the backward pass; None outside of it.
         is_rewritten: whether operators have been replaced since it was traced.
         repeatable: whether running the call again inside of autograd gives each part's gradients, and has no other
-            effect: it draws no random numbers, writes to none of its inputs, no output is computed from another, and
-            gradients are not scaled meanwhile.
+            effect: it draws no random numbers, writes to none of its inputs, and no output is computed from another.
     """
 
     joint: fx.GraphModule
@@ -83,30 +81,15 @@ def trace_split(
     ]
     if not heads:
         raise RefusedError(Refusal("no output of the model requires a gradient"))
-    scale = scale_place(graph.graph)
-    if scale is not None and any(head.target is not scaled_gradient for head in heads):
-        raise RefusedError(Refusal("the gradient of an output of the model would not be scaled, which float16 needs"))
     ends = set[fx.Node]() if bucket_bytes is None else boundaries(graph.graph, heads, bucket_bytes)
     if ends:
         with suppress(RefusedError):
-            return _traced(graph, flat, autocast, cut(graph.graph, heads, ends), scale)
-    return _traced(graph, flat, autocast, cut(graph.graph, heads), scale)
-
-
-def scale_place(graph: fx.Graph) -> int | None:
-    """The place among the inputs of what multiplies the gradients of the outputs of a call; None where nothing does."""
-    for node in graph.nodes:
-        if node.target is scaled_gradient:
-            return dataflow.placeholders(graph).index(node.args[1])
-    return None
+            return _traced(graph, flat, autocast, cut(graph.graph, heads, ends))
+    return _traced(graph, flat, autocast, cut(graph.graph, heads))
 
 
 def _traced(
-    graph: fx.GraphModule,
-    flat: Sequence[torch.Tensor],
-    autocast: torch.dtype | None,
-    stages: Cut,
-    scale: int | None,
+    graph: fx.GraphModule, flat: Sequence[torch.Tensor], autocast: torch.dtype | None, stages: Cut
 ) -> SplitProgram:
     results = dataflow.outputs(graph.graph)
     differentiable = tuple(_example(result).requires_grad for result in results)
@@ -117,8 +100,7 @@ def _traced(
         outputs, roots = run_in_stages(graph, stages, inputs[: len(flat)])
         _refuse_aliases(outputs, inputs[: len(flat)])
         _refuse_nested(roots, sum(differentiable))
-        trained = [tensor.requires_grad for tensor in flat]
-        traced[:] = _go_back(stages, roots, inputs, trained, layouts, autocast, scale)
+        traced[:] = _go_back(stages, roots, inputs, [tensor.requires_grad for tensor in flat], layouts, autocast)
         return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
 
     module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
@@ -127,7 +109,7 @@ def _traced(
     _drop_tangents(module, len(flat), set(used))
     forward, parts = partition(module, len(flat), len(results), [part.renumbered(used, len(flat)) for part in traced])
     _refuse_gaps(parts, len(flat))
-    repeatable = stages.num_stages == 1 and scale is None and not dataflow.written_inputs(module.graph)
+    repeatable = stages.num_stages == 1 and not dataflow.written_inputs(module.graph)
     repeatable &= not any(map(dataflow.draws_random_numbers, module.graph.nodes))
     return SplitProgram(
         joint=module,
@@ -147,7 +129,6 @@ def _go_back(
     trained: Sequence[bool],
     layouts: Sequence[TensorLayout],
     autocast: torch.dtype | None,
-    scale: int | None,
 ) -> list[TracedPart]:
     """The backward pass, stage by stage; what no later stage gives a gradient to is no root.
 
@@ -155,7 +136,6 @@ def _go_back(
         inputs: the flat ones, then the gradients of all roots.
         trained: for each flat input, whether it gets a gradient.
         layouts: of the gradients of all roots.
-        scale: the input by which gradients are divided where they leave the call; None where they are not.
     """
     num_flat = len(trained)
     leaves: list[Any] = [*inputs[:num_flat], *(root.leaf for root in roots)]
@@ -170,8 +150,6 @@ def _go_back(
             found = gradients(heads, [leaves[place] for place in places], weights, autocast)
             grads = {place: grad for place, grad in zip(places, found, strict=True) if grad is not None}
             reached |= {place - num_flat for place in grads if place >= num_flat}
-            if scale is not None:
-                grads |= {place: grad / inputs[scale] for place, grad in grads.items() if place < num_flat}
             parts.append(TracedPart(group, tuple(grads), keeps, _owned(grads, inputs, layouts)))
     return parts
 

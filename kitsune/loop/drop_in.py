@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,6 @@ from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
-from kitsune.loop.scaling import GradScaler, scaled, scaled_outputs, unscaled, unscaled_outputs
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
@@ -44,7 +43,6 @@ class DropInLoop:
 
     Args:
         only: the modules whose calls are replayed; None for the outermost ones that own trained parameters.
-        scaler: scales what goes back through the modules; None where nothing is to be.
     """
 
     def __init__(
@@ -53,16 +51,14 @@ class DropInLoop:
         config: Config,
         log: RefusalLog,
         only: Sequence[torch.nn.Module] | None = None,
-        scaler: GradScaler | None = None,
     ) -> None:
         self._optimizer, self._config, self._log = optimizer, config, log
-        self._scaler = scaler
         self._only = None if only is None else weakref.WeakSet(only)
         self._gradients: dict[int, torch.Tensor] = {}
         self._streams = StreamPool()
         self._update = UpdateStep(optimizer, self._gradients, config=config, streams=self._streams, log=log)
         self._modules: dict[int, torch.nn.Module] = {}
-        self._calls: dict[int, _Calls] = {}
+        self._calls: dict[int, Call] = {}
         self._refusals: dict[int, Refusal] = {}
         self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
         self._give_back: list[Callable[[], None]] = []
@@ -87,15 +83,10 @@ class DropInLoop:
             return
         device, amp = _device(self._optimizer), self._amp_dtype()
         self._modules[id(module)] = module
-        scale = None if self._scaler is None else self._scaler.on(device)
-        call = _module_call(module, device.type, amp)
-        self._calls[id(module)] = _Calls(call, call)
-        if scale is not None:
-            call = scaled(call, scale)
-            self._calls[id(module)] = _Calls(unscaled(call, scale), call)
+        self._calls[id(module)] = _module_call(module, device.type, amp)
         self._give_back.append(take_over(module, self))
         if amp is not None:
-            _run_this_call_under_amp(module, device.type, amp, scale)
+            _run_this_call_under_amp(module, device.type, amp)
 
     def wraps(self, wrapper: DistributedDataParallel) -> None:
         """Lets `wrapper` reduce the gradients of the module that it is about to call."""
@@ -118,7 +109,7 @@ class DropInLoop:
             if output is not None:
                 self._note_call(latest, "replay")
                 return output
-        eager, captured = self._calls[id(module)]
+        eager = self._calls[id(module)]
         args, kwargs = unfollowed(args), unfollowed(kwargs)
         if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
@@ -131,7 +122,7 @@ class DropInLoop:
             self._log.add(RefusedError(mode, passing=True))
             return eager(args, kwargs)
         key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
-        step = self._latest = self._steps.get(key, partial(self._make, module, captured))
+        step = self._latest = self._steps.get(key, partial(self._make, module, eager))
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -155,13 +146,7 @@ class DropInLoop:
         self._iteration[step] = (choice if choice == earlier else "eager", count + 1)
 
     def step(self) -> None:
-        """`optimizer.step()`, and the end of the iteration. Where the scaler finds an overflow there is neither."""
-        if self._scaler is None:
-            self._step()
-        else:
-            self._scaler.update_unless_infinite(self._optimizer.param_groups, self._step)
-
-    def _step(self) -> None:
+        """`optimizer.step()`, and the end of the iteration."""
         self._settle_calls()
         if self._is_paused:
             self._optimizer.step()
@@ -180,13 +165,11 @@ class DropInLoop:
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """`optimizer.step(closure)`, and the end of the iteration."""
         refusal = refuse_closure(self._optimizer)
-        if refusal is None and not (self._is_paused and self._scaler is None):
+        if refusal is None and not self._is_paused:
             with torch.enable_grad():
                 result = closure()
             self.step()
             return result
-        if self._scaler is not None:
-            raise RuntimeError(f"float16 needs an optimizer that calls its closure once, at the beginning: {refusal}")
         if refusal is not None:
             reason = f"step(closure) runs the update eagerly: {refusal.reason}"
             self._log.add(RefusedError(Refusal(reason), passing=True))
@@ -218,20 +201,12 @@ class DropInLoop:
         loops = list(_loops.values())
         modules = {key: module for loop in loops for key, module in loop._modules.items()}
         optimizers = [loop._optimizer for loop in loops]
-        scalers = [(loop._scaler, loop._scaler.state_dict()) for loop in loops if loop._scaler is not None]
-
-        def replayed() -> Any:
-            try:
-                return iteration()
-            finally:
-                for scaler, state in scalers:
-                    scaler.load_state_dict(state)
 
         def paused() -> Any:
             for loop in loops:
                 loop._is_paused = True
             try:
-                return replayed()
+                return iteration()
             finally:
                 for loop in loops:
                     loop._is_paused = False
@@ -240,7 +215,7 @@ class DropInLoop:
             return max(loop._rounding() for loop in loops)
 
         found = iteration_differences(
-            replayed, paused, list(modules.values()), optimizers, eps, _device(self._optimizer)
+            iteration, paused, list(modules.values()), optimizers, eps, _device(self._optimizer)
         )
         if self._steps.replays == replays:
             return Verification(False, reason=self._mode()[1])
@@ -251,7 +226,7 @@ class DropInLoop:
 
     def _verified(self, step: SplitStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """(True, the output of plain PyTorch), compared with that of a replay; (False, None), with nothing done."""
-        comparison = CallComparison(step, self._calls[id(step.module)].eager, args, kwargs)
+        comparison = CallComparison(step, self._calls[id(step.module)], args, kwargs)
         found = comparison.differences()
         if found is None:
             return False, None
@@ -331,28 +306,21 @@ class DropInLoop:
     def _amp_dtype(self) -> torch.dtype | None:
         if not self._config.enable_amp:
             return None
-        refusal = refuse_bfloat16(_device(self._optimizer)) if self._config.amp_dtype is torch.bfloat16 else None
+        refusal = refuse_bfloat16(_device(self._optimizer))
         if refusal is None:
             return self._config.amp_dtype
         self._log.do_without(refusal)
         return None
 
-    def _make(self, module: torch.nn.Module, call: Call) -> SplitStep:
+    def _make(self, module: torch.nn.Module, eager: Call) -> SplitStep:
         # Nothing here may refer to the loop: it must die with its optimizer.
         chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer))
         config = self._config
         if id(module) in self._reduced:  # from the loss on, gradients would not go through the nodes that reduce them
             config = dataclasses.replace(config, defer_loss=False)
         return SplitStep(
-            module, call, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
+            module, eager, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
         )
-
-
-class _Calls(NamedTuple):
-    """How a module is called: as plain PyTorch, and where that is captured, with its backward pass."""
-
-    eager: Call
-    captured: Call
 
 
 _loops: weakref.WeakValueDictionary[int, DropInLoop] = weakref.WeakValueDictionary()
@@ -390,9 +358,7 @@ def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | N
     return autocast_call
 
 
-def _run_this_call_under_amp(
-    module: torch.nn.Module, device_type: str, amp: torch.dtype, scale: torch.Tensor | None
-) -> None:
+def _run_this_call_under_amp(module: torch.nn.Module, device_type: str, amp: torch.dtype) -> None:
     """Autocast for a call that has begun: its pre-hooks are running, its forward hooks are still to come."""
     context = torch.autocast(device_type, dtype=amp)
     context.__enter__()
@@ -400,8 +366,7 @@ def _run_this_call_under_amp(
     def leave(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
         handle.remove()
         context.__exit__(None, None, None)
-        output = pytree.tree_map(_as_float32, output)
-        return output if scale is None else unscaled_outputs(scaled_outputs(output, scale), scale)
+        return pytree.tree_map(_as_float32, output)
 
     handle = module.register_forward_hook(leave, always_call=True)
 

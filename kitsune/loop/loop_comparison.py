@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from kitsune.capture.split_program import scale_place
 from kitsune.execution.in_order import with_copies
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.rounding import change
@@ -40,7 +39,7 @@ class CallComparison:
         self._state = State(tensors, self._device)
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._inputs: dict[str, Tensor] = {}  # of the graph
-        self._graph: fx.GraphModule | None = None
+        self._graph: Callable[..., Sequence[Tensor]] | None = None
         self._exact: Results = {}
 
     def differences(self) -> list[Difference] | None:
@@ -69,9 +68,7 @@ class CallComparison:
             for (name, tensor), one in zip(self._inputs.items(), copies, strict=True)
         }
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            scale = scale_place(self._graph.graph)
-            divisor = None if scale is None else copies[scale]
-            results = self._results(given, self._graph(*given.values()), divisor)
+            results = self._results(given, self._graph(*given.values()))
         if seed is None:
             self._exact = results
         return {**results, **dict(zip(given, map(change, before, copies), strict=True))}
@@ -81,10 +78,8 @@ class CallComparison:
         self.output = self._eager(self._args, self._kwargs)
         return {**self._exact, **_matched(self._exact, _made_since(first, self.output))}
 
-    def _results(
-        self, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor], divisor: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """The outputs of a run, and gradients of what it started from, which may be multiples by `divisor`."""
+    def _results(self, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The outputs of a run, and gradients of what it started from."""
         roots = [output for output in outputs if output.requires_grad]
         tangents = [_tangent(root, index) for index, root in enumerate(roots)]
         wanted = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
@@ -93,8 +88,7 @@ class CallComparison:
             grads = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
         named: Iterable[tuple[str, Tensor | None]] = zip(wanted, grads, strict=True)
         given = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
-        found = {f"{name}.grad": grad for name, grad in named if grad is not None}
-        return {**given, **(found if divisor is None else {name: grad / divisor for name, grad in found.items()})}
+        return {**given, **{f"{name}.grad": grad for name, grad in named if grad is not None}}
 
 
 def _made_since(first: int, output: Any) -> list[Tensor]:
