@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from kitsune.capture.global_hooks import note_own, remove_own
+from kitsune.capture.global_hooks import look_at_calls
 from kitsune.capture.watch import Interceptor
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
@@ -60,9 +59,7 @@ class ModuleFinder:
         self._taker = weakref.ref(taker)
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = _PATIENCE_STEPS
-        handle = register_module_forward_pre_hook(self._on_call)
-        note_own(handle)
-        self._finalizer = weakref.finalize(taker, remove_own, handle)
+        self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
 
     def stop(self) -> None:
         """Looks no further."""

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 import kitsune
-from kitsune.capture.global_hooks import (
-    global_hook_facts,
-    note_own,
-    num_own,
-    refuse_global_hooks,
-    remove_own,
-    without_own,
-)
+from kitsune.capture.global_hooks import global_hook_facts, look_at_calls, refuse_global_hooks, without_own
 from kitsune.native.build import facts_type
-from tests.kitsune.training import FORMS, Net, Training, adam, compare
+from tests.kitsune.training import FORMS, Net, Training, adam, compare, net_and_adam
 
 
 def nothing(*_args: object) -> None:
@@ -28,18 +23,38 @@ def nothing(*_args: object) -> None:
 
 
 @pytest.fixture
-def own() -> Iterator[RemovableHandle]:
-    handle = register_module_forward_pre_hook(nothing)
-    note_own(handle)
-    yield handle
-    remove_own(handle)
+def seen() -> Iterator[list[nn.Module]]:
+    """The modules that are called while Kitsune looks."""
+    modules = list[nn.Module]()
+    stop = look_at_calls(lambda module, _args: modules.append(module))
+    yield modules
+    stop()
+    assert not hooks()
 
 
 def hooks() -> dict[int, object]:
     return dict(torch_module._global_forward_pre_hooks)
 
 
-def test_own_hooks_are_not_refused(own: RemovableHandle) -> None:
+MODEL = nn.Linear(2, 2)
+
+
+def call() -> None:
+    MODEL(torch.zeros(1, 2))
+
+
+def test_several_look(seen: list[nn.Module]) -> None:
+    others = list[nn.Module]()
+    stop = look_at_calls(lambda module, _args: others.append(module))
+    call()
+    stop()
+    stop()
+    call()
+    assert (seen, others) == ([MODEL] * 2, [MODEL])
+    assert len(hooks()) == 1
+
+
+def test_own_hooks_are_not_refused(seen: list[nn.Module]) -> None:
     assert refuse_global_hooks() is None
     user = register_module_forward_hook(nothing)
     assert "global module hooks" in str(refuse_global_hooks())
@@ -47,7 +62,7 @@ def test_own_hooks_are_not_refused(own: RemovableHandle) -> None:
     assert refuse_global_hooks() is None
 
 
-def test_facts_change_with_every_hook(own: RemovableHandle) -> None:
+def test_facts_change_with_the_users_hooks(seen: list[nn.Module]) -> None:
     facts = facts_type()(global_hook_facts())
     assert facts.hold()
     user = register_module_forward_pre_hook(nothing)
@@ -56,21 +71,49 @@ def test_facts_change_with_every_hook(own: RemovableHandle) -> None:
     assert facts.hold()
 
 
-def test_own_hooks_are_away_for_a_while(own: RemovableHandle) -> None:
+def test_own_hooks_are_away_for_a_while(seen: list[nn.Module]) -> None:
     user = register_module_forward_pre_hook(nothing)
-    with without_own():
+    with without_own(), without_own():
         assert hooks().keys() == {user.id}
-    assert hooks().keys() == {own.id, user.id}
+        call()
+    assert len(hooks()) == 2
+    call()
     user.remove()
+    assert seen == [MODEL]
 
 
-def test_own_hooks_that_are_removed_meanwhile_do_not_come_back() -> None:
-    handle, before = register_module_forward_pre_hook(nothing), num_own()
-    note_own(handle)
+def test_who_begins_or_ends_to_look_meanwhile_changes_nothing_till_the_end(seen: list[nn.Module]) -> None:
+    """In whichever thread: Dynamo goes through the hooks at that time."""
+
+    def begin() -> None:
+        stops.append(look_at_calls(lambda module, _args: others.append(module)))
+
+    stops, others = list[Callable[[], None]](), list[nn.Module]()
+    begin()
     with without_own():
-        remove_own(handle)
-    assert handle.id not in hooks()
-    assert num_own() == before
+        stops.pop()()
+        thread = threading.Thread(target=begin)
+        thread.start()
+        thread.join()
+        assert not hooks()
+    call()
+    stops.pop()()
+    assert (seen, others) == ([MODEL], [MODEL])
+
+
+def test_captures_in_several_threads() -> None:
+    """Models are found meanwhile, and none of the captures meets another one's search."""
+
+    def train(_number: int) -> list[kitsune.Status]:
+        trainings = [Training("drop_in", *net_and_adam()) for _ in range(3)]
+        for training in trainings:
+            training.run(12)
+        return [training.status() for training in trainings]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [status for some in pool.map(train, range(4)) for status in some]
+    refusals = {refusal for status in found for refusal in status.refusals}
+    assert not [one for one in refusals if "hook" in one or "KeyError" in one or "dictionary changed" in one], refusals
 
 
 @pytest.mark.parametrize("form", FORMS)
