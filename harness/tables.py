@@ -427,6 +427,7 @@ def recipe_table(comparison: Comparison) -> Table:
         Column("torch.compile", "the mode it is given"),
         Column("streams", "the most that Kitsune is allowed, where that is not its default", numeric=True),
         Column("fusion", "whether Kitsune may fuse operators, where that is not its default"),
+        Column("loss deferred", "whether Kitsune's drop-in loop defers the loss, where that is not its default"),
     )
     pairs = dict.fromkeys((row.variant, row.case.device) for row in comparison.rows)
     known = [(VARIANTS[variant], device) for variant, device in pairs if variant in VARIANTS]
@@ -439,6 +440,7 @@ def recipe_table(comparison: Comparison) -> Table:
             Cell(variant.compile_mode or formats.ABSENT),
             Cell(formats.ABSENT if variant.num_streams is None else str(variant.num_streams), variant.num_streams),
             Cell(_SWITCH[variant.enable_fusion]),
+            Cell(_SWITCH[variant.defer_loss]),
         )
         for variant, device in known
     ]

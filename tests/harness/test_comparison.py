@@ -102,7 +102,7 @@ def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) ->
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
     assert len(comparison.cases) == 12
     assert {summary.cases for summary in comparison.summaries} == {3}
-    assert len(comparison.summaries) == 4
+    assert len(comparison.summaries) == 6
     step = next(summary for summary in comparison.summaries if summary.variant == "kitsune_trainstep_amp")
     ratios = [row.ratio.ratio for row in comparison.rows if row.variant == step.variant and row.ratio and row.rounds]
     assert len(ratios) == 12
@@ -140,7 +140,7 @@ def test_commits_are_chosen_by_prefix(tmp_path: Path, base: str, head: str | Non
 
 
 def test_a_planted_slowdown_is_a_regression_and_nothing_else_is(tmp_path: Path) -> None:
-    sample.write_gpu_history(tmp_path, slowdown=1.12)
+    sample.write_gpu_history(tmp_path, seed=1, slowdown=1.12)
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
 
     slower = [change for change in comparison.changes if change.verdict is Verdict.SLOWER]
@@ -366,7 +366,7 @@ def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
 
     lengths = {(series.case.model, series.variant): len(series.points) for series in comparison.history}
 
-    assert len(lengths) == 12
+    assert len(lengths) == 18
     assert lengths["mlp", "kitsune_dropin_fp32"] == 3
     assert lengths["mlp", "kitsune_trainstep_fp32"] == 2  # the first commit has no TrainStep
 

@@ -92,7 +92,7 @@ def test_the_memory_of_a_step_is_a_line_for_each_variant(gpu: Comparison, cpu: C
         for entry in gpu.step_memory
         if entry.case == gpu.cases[0] and entry.timeline is not None and not names.is_diagnostic(entry.variant)
     ]
-    assert len(drawn[0].traces) == len(known) == 13
+    assert len(drawn[0].traces) == len(known) == 15
     for trace, timeline in zip(drawn[0].traces, known, strict=True):
         shares, sizes = list(trace["x"]), list(trace["y"])  # type: ignore[call-overload]
         assert (shares[0], shares[-1]) == (0, 100)
@@ -125,8 +125,8 @@ def test_results_without_warm_set_ups_have_names_beside_their_bars(cpu: Comparis
 def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:
     drawn = figures.history(gpu)[0]
     bands, lines = drawn.traces[::2], drawn.traces[1::2]
-    assert len(lines) == 4
-    assert [trace["fill"] for trace in bands] == ["toself"] * 4
+    assert len(lines) == 6
+    assert [trace["fill"] for trace in bands] == ["toself"] * 6
     for band, line in zip(bands, lines, strict=True):
         assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
 

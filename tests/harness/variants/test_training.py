@@ -44,16 +44,33 @@ def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
     torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_only_the_loops_that_do_without_say_so() -> None:
+def test_only_the_loops_that_are_no_defaults_say_so() -> None:
     for precision in ("fp32", "amp"):
         for form, expected in (
             ("dropin", kitsune.Config()),
+            ("deferred", kitsune.Config(defer_loss=True)),
             ("dropin_unfused", kitsune.Config(num_streams=1, enable_fusion=False)),
         ):
             variant = variants.get(f"kitsune_{form}_{precision}")
             loop = start(variant, prepare(variant, "mlp", 2, CPU))
             assert isinstance(loop, DropInTraining)
             assert loop._kitsune.config == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp"])
+def test_the_loop_that_defers_its_loss_replays_it(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    covered = {}
+    for form in ("dropin", "deferred"):
+        ready = training(f"kitsune_{form}_{precision}")
+        ready.run(8)
+        status = ready.status()
+        assert status is not None
+        covered[form] = status["covered"]
+    assert covered == {
+        "dropin": ["forward", "backward", "update"],
+        "deferred": ["forward", "loss", "backward", "update"],
+    }
 
 
 def test_only_the_whole_steps_that_do_without_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
