@@ -33,6 +33,10 @@ class DropInTraining(LoopTraining):
     def settled(self) -> bool:
         return self._kitsune.status().mode not in _UNSETTLED_MODES
 
+    @property
+    def has_replayed(self) -> bool:
+        return self._kitsune.status().replays > 0
+
     def status(self) -> Mapping[str, object]:
         return self._kitsune.status().as_dict()
 
@@ -59,6 +63,10 @@ class TrainStepTraining(Training):
     @property
     def settled(self) -> bool:
         return self._step.status().mode not in _UNSETTLED_MODES
+
+    @property
+    def has_replayed(self) -> bool:
+        return self._step.status().replays > 0
 
     def _run(self, steps: int) -> Tensor:
         step = self._step

@@ -130,6 +130,16 @@ def test_the_plan_in_use_is_told_without_measuring_it(name: str, monkeypatch: py
     assert ready.plan_in_use() == ReplayPlan("in order", 1, fused=False)
 
 
+@pytest.mark.parametrize("mode", ["replay", "eager"])
+def test_kitsune_tells_whether_it_has_replayed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", mode)
+    for name in ("kitsune_dropin_fp32", "kitsune_deferred_fp32", "kitsune_trainstep_fp32", "eager_fp32"):
+        ready = training(name)
+        assert not ready.has_replayed
+        ready.run(5)
+        assert ready.has_replayed == (mode == "replay" and name != "eager_fp32")
+
+
 def test_what_replays_by_no_plan_tells_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITSUNE_MODE", "replay")
     for name in ("eager_fp32", "kitsune_dropin_fp32"):
