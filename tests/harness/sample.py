@@ -165,6 +165,8 @@ def profile_record(
     if on_gpu and variant.startswith(("compile", "kitsune")):
         is_known = variant == "compile_amp"  # to this machine, from an earlier run
         kept = {"caches": "warm" if is_known else "cold", "setup_again_s": None if is_known else 0.2 * setup}
+    if on_gpu and variant.startswith("kitsune"):
+        kept |= {"first_replay_s": 0.6 * setup, "first_replay_again_s": 0.1 * setup}
     losses = [
         [step, 2.31 * math.exp(-step / 60) * (1 + rng.gauss(0, 0.004)) + 0.05 if learns else 2.31]
         for step in range(0, 201, 10)

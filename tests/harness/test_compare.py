@@ -283,6 +283,9 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
     assert row["seconds"] < row["wall_seconds"]
     assert 0 < row["warm_setup_s"] < row["setup_s"]
     assert 0 < row["warm_break_even_steps"] < row["break_even_steps"]
+    assert 0 < row["first_replay_s"] < row["setup_s"]
+    assert 0 < row["warm_first_replay_s"] < row["warm_setup_s"]
+    assert {entry["first_replay_s"] for entry in document["rows"] if "kitsune" not in entry["variant"]} == {None}
     assert {change["verdict"] for change in document["changes"]} == {"same", "slower"}
     assert document["skips"][0]["status"] == "failed"
 
