@@ -38,8 +38,10 @@ class Caches:
 
     def folder(self, case: str, variant: Variant) -> Path:
         """The folder of one variant of one case. Diagnostic variants share that of Kitsune as it is."""
-        if variant.is_kitsune:
+        if variant.is_diagnostic:
             return self._commit / case / f"{variant.family}_{variant.precision}"
+        if variant.is_kitsune:
+            return self._commit / case / variant.name
         return self._peers / case / variant.name
 
 

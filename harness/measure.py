@@ -95,9 +95,10 @@ class ProfileResult:
 
     ``setup_s`` runs from constructing the optimizer to the end of the first step in the steady state, or of those in
     the 10 ms after it; imports, moving the model to the device, and the device's own start are not part of it.
-    ``caches`` is "cold" or "warm" for variants that compile, by whether their compilers found anything in their caches;
-    None for others. ``losses`` are (step, loss) pairs, steps counted from 0. ``memory_timeline`` is of one steady step,
-    or says why there is none.
+    ``first_replay_s`` is the part of it until the end of the first step that Kitsune replayed, as exactly; None where
+    it replayed none, and of peers. ``caches`` is "cold" or "warm" for variants that compile, by whether their compilers
+    found anything in their caches; None for others. ``losses`` are (step, loss) pairs, steps counted from 0.
+    ``memory_timeline`` is of one steady step, or says why there is none.
     """
 
     setup_s: float
@@ -106,6 +107,15 @@ class ProfileResult:
     losses: tuple[tuple[int, float], ...]
     status: Mapping[str, object] | None
     memory_timeline: MemoryTimeline | str = NOT_RECORDED
+    first_replay_s: float | None = None
+
+
+@dataclass(frozen=True)
+class SetupResult:
+    """Seconds of a set-up by itself, as in a :class:`ProfileResult`."""
+
+    setup_s: float
+    first_replay_s: float | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,7 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     device = begin_device(job.case)
     cold = caches.is_cold(job.task.caches)
     losses = _Losses(job.case.loss_steps)
-    training, setup_s = _set_up(job, device, losses.step, note)
+    training, setup = _set_up(job, device, losses.step, note)
     note(f"running {variant.name} in its steady state")
     gc.collect()
     memory.reset_peak(device)
@@ -162,29 +172,32 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     recorded = recorded_step(lambda: training.run(1), device)
     compiled = variant.compile_mode is not None or variant.is_kitsune
     return ProfileResult(
-        setup_s,
+        setup.setup_s,
         ("cold" if cold else "warm") if compiled else None,
         peak,
         curve,
         status,
         recorded if isinstance(recorded, str) else memory_timeline(recorded),
+        setup.first_replay_s,
     )
 
 
-def measure_setup(job: SetupJob, note: Callable[[str], None]) -> float:
-    """Seconds of set-up, as in a :class:`ProfileResult`, with whatever the variant finds in its caches.
+def measure_setup(job: SetupJob, note: Callable[[str], None]) -> SetupResult:
+    """Sets a variant up with whatever it finds in its caches.
 
     Raises:
         Exception: whatever the variant raises.
     """
-    _, setup_s = _set_up(job, begin_device(job.case), lambda training: training.run(1), note)
-    return setup_s
+    return _set_up(job, begin_device(job.case), lambda training: training.run(1), note)[1]
 
 
 def _set_up(
     job: ProfileJob | SetupJob, device: torch.device, step: Callable[[Training], object], note: Callable[[str], None]
-) -> tuple[Training, float]:
-    """A training in its steady state, and the seconds from constructing its optimizer to there."""
+) -> tuple[Training, SetupResult]:
+    """A training in its steady state, and the seconds from constructing its optimizer to there.
+
+    The device is waited for once on the way, after the first replay.
+    """
     variant = variants.get(job.task.variant)
     caches.use(job.task.caches)
     note(f"preparing {variant.name}")
@@ -193,9 +206,13 @@ def _set_up(
     note(f"setting up {variant.name}")
     begin = time.perf_counter()
     training = start(variant, ingredients)
-    settle(training, step, job.effort.settle_seconds)
+    first_replay_s = None
+    for _ in settling(training, step, job.effort.settle_seconds):
+        if first_replay_s is None and training.has_replayed:
+            synchronize(device)
+            first_replay_s = time.perf_counter() - begin
     synchronize(device)
-    return training, time.perf_counter() - begin
+    return training, SetupResult(time.perf_counter() - begin, first_replay_s)
 
 
 def measure_round(job: RoundJob, note: Callable[[str], None]) -> RoundResult:
@@ -285,18 +302,26 @@ def _make_ready(job: RoundJob, task: Task, device: torch.device) -> tuple[Traini
 
 
 def settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
-    """Steps, at least one, until the training is in its steady state or the time is up.
+    """Steps, at least one, until the training is in its steady state or the time is up."""
+    for _ in settling(training, step, seconds):
+        pass
 
-    To ask whether it is takes longer than short steps do. So it is asked now and then, and in between the loop runs at
+
+def settling(training: Training, step: Callable[[Training], object], seconds: float) -> Iterator[None]:
+    """Settles as :func:`settle` does, and yields now and then, when the training may be asked something.
+
+    To ask whether it has settled takes longer than short steps do. So it is asked then, and in between the loop runs at
     its own pace, by which Kitsune chooses.
     """
     deadline = time.monotonic() + seconds
     step(training)
+    yield
     while not training.settled and time.monotonic() < deadline:
         step(training)
         next_look = time.monotonic() + _LOOK_EVERY_SECONDS
         while time.monotonic() < min(next_look, deadline):
             step(training)
+        yield
 
 
 def warm_up(training: Training, device: torch.device, seconds: float) -> float:

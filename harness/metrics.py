@@ -44,7 +44,7 @@ DEFAULT_MARGINS: Mapping[Name, float] = {
 MEANINGS: Mapping[Name, str] = {
     "ratio": "time of a step as a multiple of that of a control in the same processes (the default)",
     "time": "seconds of a step; between commits whatever slowed the whole machine counts too",
-    "setup": "seconds before the first fast step, compilers' caches being empty",
+    "setup": "seconds before the first step at full speed, compilers' caches being empty",
     "warm-setup": "the same in a process that finds what an earlier one has left in these caches",
     "memory": "peak bytes: allocated on the GPU, on a CPU the resident set",
 }

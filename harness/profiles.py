@@ -201,7 +201,8 @@ _EARLIER = tuple(
     for form in ("eager", "handcaptured", "kitsune_dropin", "kitsune_trainstep")
     for precision in ("fp32", "amp")
 )
-"""What the quick profile on CUDA measures at the commits before HEAD: what may have changed, and what to hold it to."""
+"""What the quick profile on CUDA measures at the commits before HEAD: what may have changed, and what to hold it to.
+On the CPU it measures those of them that are in float32 and can run there, at all commits, and hardly more."""
 
 
 def lead_in_steps(device_type: str, steps: int) -> int:
@@ -315,7 +316,7 @@ def _left_out_on_cpu(case: Case, variant: variants.Variant, at_head: bool) -> st
     """There are five minutes for three commits on two cores, where compiling one model takes 15 to 40 seconds."""
     if variant.cuda_only is not None:
         return variant.cuda_only
-    if variant.precision == "fp32" and variant.family in ("eager", "kitsune_dropin", "kitsune_trainstep"):
+    if variant.precision == "fp32" and variant.name in _EARLIER:
         return None
     if variant.name != "compile_fp32" or case.model != "mlp":
         return "not part of the quick profile on the CPU; the full profile measures it"

@@ -110,7 +110,9 @@ class Profile:
     ``memory_timeline`` is of one steady step on a GPU, or else ``memory_timeline_missing`` says why there is none.
     ``caches`` is whether those of compilers were "cold" or "warm" when ``setup_s`` was measured; None of a variant that
     compiles nothing, and in results of earlier versions, whose peers had theirs in common. ``setup_again_s`` is the
-    set-up in another process after that, where the first one has left something in its caches.
+    set-up in another process after that, where the first one has left something in its caches. ``first_replay_s`` and
+    ``first_replay_again_s`` are the part of each until the end of the first step that Kitsune replayed; None where it
+    replayed none, of peers, and in results of earlier versions.
     """
 
     run: str
@@ -131,6 +133,8 @@ class Profile:
     memory_timeline_missing: str | None = None
     caches: str | None = None
     setup_again_s: float | None = None
+    first_replay_s: float | None = None
+    first_replay_again_s: float | None = None
 
     @property
     def cold_setup_s(self) -> float | None:
@@ -141,6 +145,16 @@ class Profile:
     def warm_setup_s(self) -> float | None:
         """Seconds of set-up with what an earlier process has left in the caches."""
         return self.setup_s if self.caches == "warm" else self.setup_again_s
+
+    @property
+    def cold_first_replay_s(self) -> float | None:
+        """The part of :attr:`cold_setup_s` until the end of the first step that was replayed."""
+        return None if self.caches == "warm" else self.first_replay_s
+
+    @property
+    def warm_first_replay_s(self) -> float | None:
+        """That of :attr:`warm_setup_s`."""
+        return self.first_replay_s if self.caches == "warm" else self.first_replay_again_s
 
 
 @dataclass(frozen=True)
@@ -331,7 +345,9 @@ def _profile(fields: Mapping[str, object]) -> Profile:
         memory_timeline=_memory_timeline(fields),
         memory_timeline_missing=_missing_timeline(fields),
         caches=_caches(fields),
-        setup_again_s=None if fields.get("setup_again_s") is None else _setup_seconds(fields, "setup_again_s"),
+        setup_again_s=_optional_setup_seconds(fields, "setup_again_s"),
+        first_replay_s=_optional_setup_seconds(fields, "first_replay_s"),
+        first_replay_again_s=_optional_setup_seconds(fields, "first_replay_again_s"),
     )
 
 
@@ -346,6 +362,10 @@ def _setup_seconds(fields: Mapping[str, object], name: str) -> float:
     if seconds < 0:
         raise RecordError(f"{name} is {seconds}; expected 0 or more seconds")
     return seconds
+
+
+def _optional_setup_seconds(fields: Mapping[str, object], name: str) -> float | None:
+    return None if fields.get(name) is None else _setup_seconds(fields, name)
 
 
 def _missing_timeline(fields: Mapping[str, object]) -> str | None:

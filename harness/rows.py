@@ -69,7 +69,9 @@ class Row:
     ``modes`` counts how its rounds ran, of those that tell. Set-up, memory and loss are None without a profile.
     ``setup_s`` is with empty caches of compilers, ``warm_setup_s`` with those that an earlier process has filled; None
     where it was not measured. ``break_even_steps`` and ``warm_break_even_steps`` are infinite where the variant never
-    earns that set-up back, None where it is not clearly faster or slower than eager.
+    earns that set-up back, None where it is not clearly faster or slower than eager. ``first_replay_s`` and
+    ``warm_first_replay_s`` are the part of each until the end of the first step that Kitsune replayed; None where it
+    replayed none, and of peers.
     """
 
     case: Case
@@ -90,6 +92,8 @@ class Row:
     warm_setup_s: float | None
     break_even_steps: float | None
     warm_break_even_steps: float | None
+    first_replay_s: float | None
+    warm_first_replay_s: float | None
     allocated_bytes: int | None
     reserved_bytes: int | None
     rss_bytes: int | None

@@ -29,6 +29,7 @@ from harness.measure import (
     RoundJob,
     RoundResult,
     SetupJob,
+    SetupResult,
     Task,
     measure_profile,
     measure_round,
@@ -244,14 +245,16 @@ class Session:
             self._leave_out(case, task.variant, "failed", failure.reason)
             what = f"failed: {failure.reason.splitlines()[0]}"
         else:
-            again_s = self._set_up_again(case, task, effort, result)
-            self._append(**_profile_record(case, task, result, again_s))
+            again = self._set_up_again(case, task, effort, result)
+            self._append(**_profile_record(case, task, result, again))
             _add_profile(self._entry(case, task.variant), result.setup_s, result.peak)
-            what = f"set up in {result.setup_s:.2f} s{'' if again_s is None else f', again in {again_s:.2f} s'}"
+            what = f"set up in {result.setup_s:.2f} s{'' if again is None else f', again in {again.setup_s:.2f} s'}"
         self._progress(Step(case.name, task.variant), f"{task.variant}: {what}", begin)
 
-    def _set_up_again(self, case: Case, task: Task, effort: profiles.Effort, first: ProfileResult) -> float | None:
-        """Seconds of set-up in a process that finds what the first one has left in empty caches; None where that is
+    def _set_up_again(
+        self, case: Case, task: Task, effort: profiles.Effort, first: ProfileResult
+    ) -> SetupResult | None:
+        """Set-up in a process that finds what the first one has left in empty caches; None where that is
         nothing, or is not to be measured, or the process fails, and the variant with it.
         """
         is_wanted = profiles.needs_second_setup(self._context.profile, at_head=self._context.at_head)
@@ -413,7 +416,7 @@ def _case_fields(case: Case) -> dict[str, object]:
     return {"case": case.name, "model": case.model, "batch": case.batch, "device": case.device_type}
 
 
-def _profile_record(case: Case, task: Task, result: ProfileResult, again_s: float | None) -> dict[str, object]:
+def _profile_record(case: Case, task: Task, result: ProfileResult, again: SetupResult | None) -> dict[str, object]:
     return {
         "kind": "profile",
         **_case_fields(case),
@@ -421,7 +424,9 @@ def _profile_record(case: Case, task: Task, result: ProfileResult, again_s: floa
         "precision": variants.get(task.variant).precision,
         "setup_s": result.setup_s,
         "caches": result.caches,
-        "setup_again_s": again_s,
+        "setup_again_s": None if again is None else again.setup_s,
+        "first_replay_s": result.first_replay_s,
+        "first_replay_again_s": None if again is None else again.first_replay_s,
         "peak_allocated_bytes": result.peak.allocated_bytes,
         "peak_reserved_bytes": result.peak.reserved_bytes,
         "peak_rss_bytes": result.peak.rss_bytes,

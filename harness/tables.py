@@ -137,18 +137,30 @@ def variant_table(comparison: Comparison) -> Table:
         Column("memory", "peak bytes allocated to tensors and reserved; on a CPU, peak resident memory", numeric=True),
         Column(
             "set-up",
-            "seconds before the first fast step: compiling, capturing; with empty caches",
+            "seconds before the first step at full speed: compiling, capturing, trying plans; with empty caches",
             numeric=True,
             only=Medium.PAGE,
         ),
         Column("break-even", "steps after which that is earned back against eager", numeric=True, only=Medium.PAGE),
         Column(
+            "first replay",
+            "seconds of the set-up until the end of the first step that Kitsune replayed",
+            numeric=True,
+            only=Medium.PAGE,
+        ),
+        Column(
             "set-up, warm",
-            "the same in a process that finds what an earlier one has left in the caches",
+            "set-up in a process that finds what an earlier one has left in the caches",
             numeric=True,
             only=Medium.PAGE,
         ),
         Column("break-even, warm", "steps after which that is earned back", numeric=True, only=Medium.PAGE),
+        Column(
+            "first replay, warm",
+            "seconds of the set-up with such caches until the end of the first step that Kitsune replayed",
+            numeric=True,
+            only=Medium.PAGE,
+        ),
         Column("loss", "distance from eager fp32 in loss, as a share of its progress", numeric=True),
     )
     best_peers = {(row.case, row.best_peer) for row in comparison.rows}
@@ -427,6 +439,7 @@ def recipe_table(comparison: Comparison) -> Table:
         Column("torch.compile", "the mode it is given"),
         Column("streams", "the most that Kitsune is allowed, where that is not its default", numeric=True),
         Column("fusion", "whether Kitsune may fuse operators, where that is not its default"),
+        Column("loss deferred", "whether Kitsune's drop-in loop defers the loss, where that is not its default"),
     )
     pairs = dict.fromkeys((row.variant, row.case.device) for row in comparison.rows)
     known = [(VARIANTS[variant], device) for variant, device in pairs if variant in VARIANTS]
@@ -439,6 +452,7 @@ def recipe_table(comparison: Comparison) -> Table:
             Cell(variant.compile_mode or formats.ABSENT),
             Cell(formats.ABSENT if variant.num_streams is None else str(variant.num_streams), variant.num_streams),
             Cell(_SWITCH[variant.enable_fusion]),
+            Cell(_SWITCH[variant.defer_loss]),
         )
         for variant, device in known
     ]
@@ -479,8 +493,10 @@ def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
         Cell(formats.size(memory), memory, detail=_memory_detail(row)),
         Cell(formats.seconds(row.setup_s), row.setup_s),
         Cell(formats.steps(row.break_even_steps), row.break_even_steps),
+        Cell(formats.seconds(row.first_replay_s), row.first_replay_s),
         Cell(formats.seconds(row.warm_setup_s), row.warm_setup_s),
         Cell(formats.steps(row.warm_break_even_steps), row.warm_break_even_steps),
+        Cell(formats.seconds(row.warm_first_replay_s), row.warm_first_replay_s),
         Cell(formats.loss(row.loss_gap, row.parity), row.loss_gap, _PARITY_TONES[row.parity]),
     )
 

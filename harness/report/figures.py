@@ -22,8 +22,8 @@ _SHARE_FOR_SETUPS = 0.64
 _DRAWN_DIGITS, _TOLD_DIGITS = 4, 3
 """How many digits of a history can be seen, drawn and in words: a long one is much of the page."""
 
-_FAINT = 0.3
-"""The opacity of a bar behind the one that counts."""
+_FAINT, _FAINT_LINE = 0.3, 0.5
+"""The opacity of a bar behind the one that counts, and of a line across it."""
 
 _MOST_COMMITS, _MOST_COMMITS_IF_NARROW = 6, 3
 """How many commits a history's axis names."""
@@ -96,18 +96,21 @@ def memory(comparison: Comparison) -> list[Figure]:
 
 def setups(comparison: Comparison) -> list[Figure]:
     """Bars for each case: seconds of set-up, labelled with the steps after which they are earned back; of those with
-    empty caches the paler ones, where both were measured.
+    empty caches the paler ones, where both were measured. Lines across them mark the first replays.
     """
     figures = []
     for index, case in enumerate(comparison.cases):
         rows = [row for row in comparison.compared_rows_of(case) if {row.setup_s, row.warm_setup_s} != {None}]
         if rows:
-            cold = _bars(rows, _first_setup, _setup_and_break_even, faint=lambda row: row.warm_setup_s is not None)
+            cold = _bars(rows, _first_setup, _setup_and_break_even, faint=_has_warm_setup)
             warm = _bars(rows, lambda row: row.warm_setup_s, None)
+            first = _lines_across(rows, lambda row: row.first_replay_s, faint=_has_warm_setup)
+            warm_first = _lines_across(rows, lambda row: row.warm_first_replay_s)
             if all(row.warm_setup_s is None for row in rows):
-                figures.append(_bar_chart(f"setup-{index}", case, rows, [cold]))
+                figures.append(_bar_chart(f"setup-{index}", case, rows, [cold, first]))
             else:
-                figures.append(_long_label_chart(f"setup-{index}", case, rows, [cold, warm], _SHARE_FOR_SETUPS))
+                traces = [cold, warm, first, warm_first]
+                figures.append(_long_label_chart(f"setup-{index}", case, rows, traces, _SHARE_FOR_SETUPS))
     return figures
 
 
@@ -234,10 +237,24 @@ def _bars(
     }  # fmt: skip
 
 
+def _lines_across(
+    rows: Sequence[Row], value: Callable[[Row], float | None], *, faint: Callable[[Row], bool] = lambda row: False
+) -> Spec:
+    """Lines across horizontal bars: bars without length, of which the outline is left."""
+    bars = _bars(rows, lambda row: None if value(row) is None else 0, None)
+    opacities = [_FAINT_LINE if faint(row) else 1 for row in rows]
+    line: Spec = {"width": 2, "color": style.INK}
+    return bars | {"base": [value(row) for row in rows], "marker": {"opacity": opacities, "line": line}}
+
+
 def _device_memory(row: Row) -> str:
     unused = row.fragmentation_bytes
     share = "" if unused is None or not row.reserved_bytes else f", {unused / row.reserved_bytes:.0%} unused"
     return f"{formats.size(row.allocated_bytes)} ({formats.size(row.reserved_bytes)}{share})"
+
+
+def _has_warm_setup(row: Row) -> bool:
+    return row.warm_setup_s is not None
 
 
 def _first_setup(row: Row) -> float | None:

@@ -109,7 +109,7 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Set-up and break-even",
             "Seconds before the first step at full speed, and after how many steps they are earned back against eager:"
             " with empty caches of compilers, paler, and with those that a process before it has filled, in brackets."
-            " What compiles nothing has one set-up.",
+            " What compiles nothing has one set-up. Lines across the bars mark the first step that Kitsune replayed.",
             cards(charts["setup"]),
         ),
         Section(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -30,7 +32,7 @@ def unavailable(variant: Variant, device: torch.device, kitsune_root: Path | Non
     if reason is None and variant.compile_mode is not None:
         reason = _compiler(device)
     if reason is None and variant.is_kitsune:
-        reason = _kitsune(kitsune_root)
+        reason = _kitsune(kitsune_root, variant.options)
     return reason
 
 
@@ -63,7 +65,8 @@ def _missing(what: str, variable: str, usual: tuple[str, ...]) -> str | None:
     return f"torch.compile needs {what}, and none of {', '.join(candidates)} is on the PATH"
 
 
-def _kitsune(root: Path | None) -> str | None:
+def _kitsune(root: Path | None, options: Collection[str]) -> str | None:
+    """Older commits may lack the package, its names, or these options of it."""
     spec = importlib.util.find_spec("kitsune")
     if spec is None or spec.origin is None or (root is not None and not _inside(Path(spec.origin), root)):
         return "this commit has no kitsune"
@@ -71,7 +74,11 @@ def _kitsune(root: Path | None) -> str | None:
         import kitsune
     except Exception as error:  # noqa: BLE001  # the commit under test may break in any way, and that is its reason
         return f"this commit's kitsune cannot be imported: {describe(error).splitlines()[0]}"
-    absent = [name for name in _KITSUNE_NAMES if not hasattr(kitsune, name)]
+    needed = (*_KITSUNE_NAMES, "Config") if options else _KITSUNE_NAMES
+    absent = [name for name in needed if not hasattr(kitsune, name)]
+    if options and not absent:
+        known = {field.name for field in dataclasses.fields(kitsune.Config)}
+        absent = [f"option {name}" for name in options if name not in known]
     return f"this commit's kitsune has no {' and no '.join(absent)}" if absent else None
 
 

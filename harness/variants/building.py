@@ -16,6 +16,6 @@ def start(variant: Variant, ingredients: Ingredients) -> Training:
         from harness.variants import kitsune  # older commits have none
 
         if variant.family == "kitsune_dropin":
-            return kitsune.DropInTraining(ingredients, variant.num_streams, variant.enable_fusion)
-        return kitsune.TrainStepTraining(ingredients, variant.num_streams, variant.enable_fusion)
+            return kitsune.DropInTraining(ingredients, variant.options)
+        return kitsune.TrainStepTraining(ingredients, variant.options)
     return eager.start(variant, ingredients)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Family = Literal["eager", "compile", "handcaptured", "kitsune_dropin", "kitsune_trainstep"]
 Precision = Literal["fp32", "tf32", "amp"]
@@ -29,6 +29,7 @@ class Variant:
         compile_mode: the mode given to ``torch.compile``; None does not compile.
         num_streams: the most CUDA streams that Kitsune may use; None leaves it at its default.
         enable_fusion: whether Kitsune may fuse operators; None leaves it at its default.
+        defer_loss: whether Kitsune's drop-in loop defers the loss; None leaves it at its default.
         cuda_only: why the variant exists on CUDA only; None where it exists everywhere.
     """
 
@@ -41,6 +42,7 @@ class Variant:
     compile_mode: str | None = None
     num_streams: int | None = None
     enable_fusion: bool | None = None
+    defer_loss: bool | None = None
     cuda_only: str | None = None
 
     @property
@@ -52,6 +54,12 @@ class Variant:
     def is_diagnostic(self) -> bool:
         """Whether it is Kitsune with something switched off, to tell what that contributes; users run the others."""
         return self.num_streams is not None or self.enable_fusion is not None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of Kitsune that are not left at their defaults."""
+        fields = {"num_streams": self.num_streams, "enable_fusion": self.enable_fusion, "defer_loss": self.defer_loss}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def uses_channels_last(self, device_type: str) -> bool:
         """Whether convolutional models are laid out channels last on this kind of device."""
@@ -99,6 +107,14 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         Variant("kitsune_dropin_fp32", "Kitsune drop-in, float32", "kitsune_dropin", "fp32", channels_last=True),
         Variant("kitsune_dropin_amp", "Kitsune drop-in, autocast", "kitsune_dropin", "amp", channels_last=True),
+        Variant(
+            "kitsune_deferred_fp32", "Kitsune drop-in, loss deferred, float32", "kitsune_dropin", "fp32",
+            channels_last=True, defer_loss=True,
+        ),
+        Variant(
+            "kitsune_deferred_amp", "Kitsune drop-in, loss deferred, autocast", "kitsune_dropin", "amp",
+            channels_last=True, defer_loss=True,
+        ),
         Variant(
             "kitsune_trainstep_fp32", "Kitsune TrainStep, float32", "kitsune_trainstep", "fp32", channels_last=True
         ),

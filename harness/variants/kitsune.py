@@ -17,27 +17,25 @@ from harness.variants.training import Ingredients, LoopTraining, Training
 _UNSETTLED_MODES = ("idle", "measuring")
 
 
-def _options(num_streams: int | None, enable_fusion: bool | None) -> dict[str, Any]:
-    """What is not left open, which is what None does."""
-    options = {"num_streams": num_streams, "enable_fusion": enable_fusion}
-    return {name: value for name, value in options.items() if value is not None}
-
-
 class DropInTraining(LoopTraining):
     """The plain loop with the optimizer wrapped: the one line that a user changes."""
 
-    def __init__(self, ingredients: Ingredients, num_streams: int | None, enable_fusion: bool | None) -> None:
+    def __init__(self, ingredients: Ingredients, options: Mapping[str, Any]) -> None:
         self._kitsune = kitsune.KitsuneOptimizer(
             torch.optim.Adam,
             ingredients.model.parameters(),
             lr=ingredients.learning_rate,
-            **_options(num_streams, enable_fusion),
+            **options,
         )
         super().__init__(ingredients, ingredients.model, self._kitsune)
 
     @property
     def settled(self) -> bool:
         return self._kitsune.status().mode not in _UNSETTLED_MODES
+
+    @property
+    def has_replayed(self) -> bool:
+        return self._kitsune.status().replays > 0
 
     def status(self) -> Mapping[str, object]:
         return self._kitsune.status().as_dict()
@@ -52,19 +50,23 @@ class DropInTraining(LoopTraining):
 class TrainStepTraining(Training):
     """The explicit form: the whole step in one call."""
 
-    def __init__(self, ingredients: Ingredients, num_streams: int | None, enable_fusion: bool | None) -> None:
+    def __init__(self, ingredients: Ingredients, options: Mapping[str, Any]) -> None:
         super().__init__(ingredients)
         self._step = kitsune.TrainStep(
             ingredients.model,
             ingredients.loss_fn,
             ingredients.adam(),
             enable_amp=ingredients.precision == "amp",
-            **_options(num_streams, enable_fusion),
+            **options,
         )
 
     @property
     def settled(self) -> bool:
         return self._step.status().mode not in _UNSETTLED_MODES
+
+    @property
+    def has_replayed(self) -> bool:
+        return self._step.status().replays > 0
 
     def _run(self, steps: int) -> Tensor:
         step = self._step

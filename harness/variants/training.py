@@ -108,6 +108,11 @@ class Training(ABC):
         """Whether the steps taken so far have brought it into the state in which all later steps run."""
         return True
 
+    @property
+    def has_replayed(self) -> bool:
+        """Whether Kitsune has replayed any of the steps taken so far; False for its peers."""
+        return False
+
     def status(self) -> Mapping[str, object] | None:
         """What the variant says of itself, as JSON can hold it; None for those that say nothing."""
         return None

@@ -25,7 +25,7 @@ import torch
 
 
 class Status:
-    mode = "eager"
+    mode, replays = "eager", 0
 
     def as_dict(self):
         return {"mode": "eager", "reason": "a stand-in"}

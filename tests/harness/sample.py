@@ -34,21 +34,24 @@ _CPU_FACTS = {
 _VARIANTS = (
     "eager_fp32", "eager_tf32", "eager_amp", "compile_fp32", "compile_amp", "compile_reduce_overhead_amp",
     "handcaptured_fp32", "handcaptured_amp", "handcaptured_compile_fp32", "handcaptured_compile_amp",
-    "kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_trainstep_fp32", "kitsune_trainstep_amp",
+    "kitsune_dropin_fp32", "kitsune_dropin_amp", "kitsune_deferred_fp32", "kitsune_deferred_amp",
+    "kitsune_trainstep_fp32", "kitsune_trainstep_amp",
     "kitsune_dropin_unfused_fp32", "kitsune_dropin_unfused_amp",
     "kitsune_trainstep_one_stream_fp32", "kitsune_trainstep_one_stream_amp",
     "kitsune_trainstep_unfused_fp32", "kitsune_trainstep_unfused_amp",
 )  # fmt: skip
 _GPU_MICROSECONDS = {
     ("mlp", 64): (
-        1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 121, 104, 450, 470, 121, 112, 124, 118,
+        1315, 1251, 1449, 1580, 1675, 1222, 128, 113, 109, 94, 430, 455, 270, 285, 121, 104, 450, 470, 121, 112, 124,
+        118,
     ),
     ("lenet", 64): (
-        1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 305, 280, 790, 781, 306, 296, 310, 302,
+        1863, 1935, 2262, 2350, 2484, 1313, 322, 301, 217, 223, 760, 742, 480, 470, 305, 280, 790, 781, 306, 296, 310,
+        302,
     ),
     ("resnet18", 128): (
-        7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 4890, 2820, 5320, 3240, 4895, 2795,
-        4930, 2861,
+        7188, 7110, 5113, 6702, 6405, 2636, 4920, 2852, 3988, 2373, 5210, 3120, 5120, 3010, 4890, 2820, 5320, 3240,
+        4895, 2795, 4930, 2861,
     ),
 }  # fmt: skip
 _SWEEP_VARIANTS = ("eager_amp", "handcaptured_amp", "kitsune_trainstep_amp", "kitsune_trainstep_one_stream_amp")
@@ -162,6 +165,8 @@ def profile_record(
     if on_gpu and variant.startswith(("compile", "kitsune")):
         is_known = variant == "compile_amp"  # to this machine, from an earlier run
         kept = {"caches": "warm" if is_known else "cold", "setup_again_s": None if is_known else 0.2 * setup}
+    if on_gpu and variant.startswith("kitsune"):
+        kept |= {"first_replay_s": 0.6 * setup, "first_replay_again_s": 0.1 * setup}
     losses = [
         [step, 2.31 * math.exp(-step / 60) * (1 + rng.gauss(0, 0.004)) + 0.05 if learns else 2.31]
         for step in range(0, 201, 10)
@@ -235,7 +240,8 @@ def skip_record(
 def write_gpu_history(
     root: Path, *, seed: int = 0, rounds: int = 5, slowdown: float = 1.0, sweep: bool = False
 ) -> None:
-    """Three commits on a GPU: the first has no ``TrainStep``, the second is faster, in the third one variant fails.
+    """Three commits on a GPU: the first has no ``TrainStep``, the second is faster and the last without ``defer_loss``,
+    in the third one variant fails.
 
     ``slowdown`` multiplies the time of Kitsune's autocast ``TrainStep`` for LeNet at the third commit. With ``sweep``
     that commit was timed at other batch sizes too, as the quick profile does. At it the phases of steps were told
@@ -256,6 +262,9 @@ def write_gpu_history(
                 if index == 0 and variant.startswith("kitsune_trainstep"):
                     del seconds[variant]
                     records.append(skip_record(run, case, variant, "this commit's kitsune has no TrainStep"))
+                if index < 2 and variant.startswith("kitsune_deferred"):
+                    del seconds[variant]
+                    records.append(skip_record(run, case, variant, "this commit's kitsune has no option defer_loss"))
             if index == 2 and model == "lenet":
                 seconds["kitsune_trainstep_amp"] *= slowdown
             if index == 2 and model == "resnet18":

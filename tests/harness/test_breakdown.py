@@ -130,6 +130,12 @@ def test_on_a_cpu_the_reason_is_that_of_the_variant(tmp_path: Path) -> None:
     }
 
 
+def test_the_loop_that_defers_its_loss_is_no_stage(tmp_path: Path) -> None:
+    """It has part of what later stages add, in another way."""
+    stages = measured_breakdown(tmp_path, SECONDS | {"kitsune_deferred_fp32": 3e-3}).stages
+    assert [stage.variant for stage in stages] == list(SECONDS)
+
+
 def test_without_eager_nothing_is_over_eager(tmp_path: Path) -> None:
     stages = measured_breakdown(tmp_path, without("eager")).stages
     assert [stage.speedup for stage in stages] == [None] * 5

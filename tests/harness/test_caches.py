@@ -21,6 +21,8 @@ def test_kitsune_s_belong_to_the_commit_and_peers_to_the_versions(tmp_path: Path
     switched_off = variants.get("kitsune_trainstep_one_stream_fp32")
     assert first.folder("mlp-b64", switched_off) == first.folder("mlp-b64", KITSUNE)
     assert first.folder("mlp-b64", variants.get("kitsune_dropin_fp32")) != first.folder("mlp-b64", KITSUNE)
+    loop, deferred = (variants.get(f"kitsune_{form}_fp32") for form in ("dropin", "deferred"))
+    assert first.folder("mlp-b64", loop) != first.folder("mlp-b64", deferred), "users run both, each with cold caches"
     newer = Caches(tmp_path, "a" * 40, {**FACTS, "triton": "3.7.0"})
     assert newer.folder("mlp-b64", PEER) != first.folder("mlp-b64", PEER)
 

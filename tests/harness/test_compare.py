@@ -46,8 +46,8 @@ def test_the_table_has_every_variant_with_its_numbers(results: Path, capsys: pyt
         assert word in heading
     row = next(line for line in lines if "kitsune_trainstep_amp" in line and line.startswith("mlp"))
     assert row.split()[:5] == ["mlp", "64", "amp", "kitsune_trainstep_amp", "104"]
-    assert "14.0 [13.9, 14.1]  faster" in row
-    assert sum(line.startswith("lenet") and "slower" in line and "+15.2%" in line for line in lines) == 1
+    assert "13.9 [13.7, 14.1]  faster" in row
+    assert sum(line.startswith("lenet") and "slower" in line and "+15.8%" in line for line in lines) == 1
     assert "failed: compile_reduce_overhead_amp: resnet18-b128 on cuda: RuntimeError" in out
 
 
@@ -274,7 +274,7 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
     assert document["schema"] == 2
     assert document["regressions"] == 1
     assert document["head"]["sha"] == COMMITS[2]
-    assert len(document["rows"]) == 20 * 3 - 1
+    assert len(document["rows"]) == 22 * 3 - 1
     row = next(row for row in document["rows"] if row["variant"] == "kitsune_trainstep_amp")
     assert row["case"] == {"name": "mlp-b64", "model": "mlp", "batch": 64, "device": "cuda"}
     assert 0 < row["ratio"]["low"] < row["ratio"]["ratio"] < row["ratio"]["high"] < 1
@@ -283,6 +283,9 @@ def test_json_has_everything_and_only_plain_numbers(results: Path, tmp_path: Pat
     assert row["seconds"] < row["wall_seconds"]
     assert 0 < row["warm_setup_s"] < row["setup_s"]
     assert 0 < row["warm_break_even_steps"] < row["break_even_steps"]
+    assert 0 < row["first_replay_s"] < row["setup_s"]
+    assert 0 < row["warm_first_replay_s"] < row["warm_setup_s"]
+    assert {entry["first_replay_s"] for entry in document["rows"] if "kitsune" not in entry["variant"]} == {None}
     assert {change["verdict"] for change in document["changes"]} == {"same", "slower"}
     assert document["skips"][0]["status"] == "failed"
 
@@ -330,9 +333,9 @@ def test_markdown_has_whole_tables(results: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("## 1 regression found")
     variants = next(index for index, line in enumerate(lines) if line == "### Variants") + 2
     columns = lines[variants].count("|")
-    rows = lines[variants : variants + 2 + 59]
+    rows = lines[variants : variants + 2 + 65]
     assert all(line.replace("\\|", "").count("|") == columns for line in rows)
-    assert not lines[variants + 2 + 59]
+    assert not lines[variants + 2 + 65]
 
 
 def test_names_in_results_cannot_break_out_of_markdown(tmp_path: Path) -> None:
@@ -637,7 +640,7 @@ def test_one_commit_on_two_machines(tmp_path: Path, capsys: pytest.CaptureFixtur
         (entry["case"]["model"], entry["variant"]) for entry in document["contrasts"] if entry["verdict"] == "slower"
     }
     assert slower == {("lenet", "kitsune_trainstep_amp")}
-    assert f"{GPU_MACHINE} takes less than other-gpu in 0 of 59 rows" in capsys.readouterr().out
+    assert f"{GPU_MACHINE} takes less than other-gpu in 0 of 65 rows" in capsys.readouterr().out
     assert compare.main([*arguments, "--metric", "ratio", "--model", "lenet"]) == 0
     ratios = json.loads(path.read_text())["contrasts"]
     assert {entry["unit"] for entry in ratios} == {"times eager"}

@@ -102,7 +102,7 @@ def test_summaries_are_over_the_cases_that_all_variants_share(tmp_path: Path) ->
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
     assert len(comparison.cases) == 12
     assert {summary.cases for summary in comparison.summaries} == {3}
-    assert len(comparison.summaries) == 4
+    assert len(comparison.summaries) == 6
     step = next(summary for summary in comparison.summaries if summary.variant == "kitsune_trainstep_amp")
     ratios = [row.ratio.ratio for row in comparison.rows if row.variant == step.variant and row.ratio and row.rounds]
     assert len(ratios) == 12
@@ -140,7 +140,7 @@ def test_commits_are_chosen_by_prefix(tmp_path: Path, base: str, head: str | Non
 
 
 def test_a_planted_slowdown_is_a_regression_and_nothing_else_is(tmp_path: Path) -> None:
-    sample.write_gpu_history(tmp_path, slowdown=1.12)
+    sample.write_gpu_history(tmp_path, seed=1, slowdown=1.12)
     comparison = compare(Store(tmp_path).load(GPU_MACHINE), folder=tmp_path)
 
     slower = [change for change in comparison.changes if change.verdict is Verdict.SLOWER]
@@ -337,8 +337,10 @@ def test_set_up_with_warm_caches_is_earned_back_by_itself(tmp_path: Path) -> Non
     told = {
         "eager_fp32": {"setup_s": 0.0, "caches": None, "setup_again_s": None},
         "compile_fp32": {"setup_s": 2.0, "caches": "warm", "setup_again_s": None},
-        "kitsune_dropin_fp32": {"setup_s": 4.0, "caches": "cold", "setup_again_s": 1.0},
-    }
+        "kitsune_dropin_fp32": {
+            "setup_s": 4.0, "caches": "cold", "setup_again_s": 1.0, "first_replay_s": 3.0, "first_replay_again_s": 0.5,
+        },
+    }  # fmt: skip
     write(tmp_path, NEW, times, extra=[sample.profile_record("r", CASE, name, rng) | told[name] for name in told])
 
     rows = {row.variant: row for row in compared(tmp_path).rows}
@@ -348,8 +350,19 @@ def test_set_up_with_warm_caches_is_earned_back_by_itself(tmp_path: Path) -> Non
     assert rows["compile_fp32"].break_even_steps is None
     assert rows["compile_fp32"].warm_break_even_steps == pytest.approx(10_000, rel=0.2)
     assert (rows["kitsune_dropin_fp32"].setup_s, rows["kitsune_dropin_fp32"].warm_setup_s) == (4.0, 1.0)
+    assert (rows["kitsune_dropin_fp32"].first_replay_s, rows["kitsune_dropin_fp32"].warm_first_replay_s) == (3.0, 0.5)
+    assert (rows["compile_fp32"].first_replay_s, rows["compile_fp32"].warm_first_replay_s) == (None, None)
     assert rows["kitsune_dropin_fp32"].break_even_steps == pytest.approx(8000, rel=0.1)
     assert rows["kitsune_dropin_fp32"].warm_break_even_steps == pytest.approx(2000, rel=0.1)
+
+
+def test_a_first_replay_belongs_to_the_set_up_that_it_is_part_of(tmp_path: Path) -> None:
+    profile = sample.profile_record("r", CASE, "kitsune_dropin_fp32", random.Random(0))
+    seconds = {"setup_s": 1.0, "setup_again_s": None, "first_replay_s": 0.5, "first_replay_again_s": None}
+    write(tmp_path, NEW, TIMES, extra=[profile | seconds | {"caches": "warm"}])
+    row = row_of(compared(tmp_path), "kitsune_dropin_fp32")
+    assert (row.setup_s, row.first_replay_s) == (None, None)
+    assert (row.warm_setup_s, row.warm_first_replay_s) == (1.0, 0.5)
 
 
 def test_what_earlier_versions_called_warm_is_not_believed(tmp_path: Path) -> None:
@@ -366,7 +379,7 @@ def test_history_follows_kitsune_over_the_commits(tmp_path: Path) -> None:
 
     lengths = {(series.case.model, series.variant): len(series.points) for series in comparison.history}
 
-    assert len(lengths) == 12
+    assert len(lengths) == 18
     assert lengths["mlp", "kitsune_dropin_fp32"] == 3
     assert lengths["mlp", "kitsune_trainstep_fp32"] == 2  # the first commit has no TrainStep
 

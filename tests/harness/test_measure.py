@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness import measure, variants
-from harness.measure import ProfileJob, RoundJob, SetupJob, Task
+from harness.measure import ProfileJob, RoundJob, SetupJob, SetupResult, Task
 from harness.memory_timeline import ON_THE_CPU
 from harness.processes import Launcher, Note
 from harness.profiles import Case, Effort
@@ -50,7 +50,7 @@ def test_a_profile_has_setup_peak_and_losses(launcher: Launcher, tmp_path: Path)
     assert result.peak.rss_bytes > 2**20
     assert [step for step, _ in result.losses] == list(range(12))
     assert result.losses[-1][1] < result.losses[0][1]
-    assert (result.caches, result.status) == (None, None)
+    assert (result.caches, result.status, result.first_replay_s) == (None, None, None)
     assert result.peak.inactive_split_bytes is None
     assert result.memory_timeline == ON_THE_CPU
 
@@ -59,8 +59,20 @@ def test_set_up_again_finds_what_the_first_has_left(launcher: Launcher, tmp_path
     task = Task("compile_fp32", tmp_path)
     first = launcher.run(measure.measure_profile, ProfileJob(CASE, task, EFFORT), timeout_s=120)
     assert first.caches == "cold"
-    assert launcher.run(measure.measure_setup, SetupJob(CASE, task, EFFORT), timeout_s=120) < first.setup_s
+    again = launcher.run(measure.measure_setup, SetupJob(CASE, task, EFFORT), timeout_s=120)
+    assert again.setup_s < first.setup_s
+    assert again.first_replay_s is None
     assert launcher.run(measure.measure_profile, ProfileJob(CASE, task, EFFORT), timeout_s=120).caches == "warm"
+
+
+@pytest.mark.parametrize("form", ["dropin", "deferred", "trainstep"])
+def test_of_kitsune_the_first_replay_is_timed_too(launcher: Launcher, form: str) -> None:
+    task = Task(f"kitsune_{form}_fp32")
+    first = launcher.run(measure.measure_profile, ProfileJob(CASE, task, EFFORT), timeout_s=120)
+    again = launcher.run(measure.measure_setup, SetupJob(CASE, task, EFFORT), timeout_s=120)
+    for found in (first, again):
+        assert found.first_replay_s is not None
+        assert 0 < found.first_replay_s <= found.setup_s
 
 
 def test_the_same_variant_trains_the_same_way_twice(launcher: Launcher) -> None:
@@ -230,6 +242,46 @@ def test_steps_that_settle_follow_each_other_without_being_looked_at(
     monkeypatch.setattr(measure.time, "monotonic", lambda: training.steps / 1000)
     measure.settle(training, lambda training: training.run(1), 60.0)
     assert looks == [1, 12, 23, 34]
+
+
+@pytest.mark.parametrize(
+    ("replayed", "looks_at", "waits_at", "seconds_until"),
+    [(15, [1, 12, 23], [0, 23, 34], 0.023), (None, [1, 12, 23, 34], [0, 34], None)],
+)
+def test_the_first_replay_is_looked_for_now_and_then_and_waited_for_once(
+    log: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    replayed: int | None,
+    looks_at: list[int],
+    waits_at: list[int],
+    seconds_until: float | None,
+) -> None:
+    looks: list[int] = []
+    waits: list[int] = []
+    made: list[Recorded] = []
+
+    class Replaying(Recorded):
+        """Each of its steps takes a millisecond; some are replayed, or none."""
+
+        @property
+        def has_replayed(self) -> bool:
+            looks.append(self.steps)
+            return replayed is not None and self.steps >= replayed
+
+    def begin(variant: variants.Variant, ingredients: Ingredients) -> Training:
+        made.append(Replaying(ingredients, log, variant.name, settles_after=30))
+        return made[0]
+
+    def seconds() -> float:
+        return made[0].steps / 1000 if made else 0.0
+
+    monkeypatch.setattr(measure, "start", begin)
+    monkeypatch.setattr(measure, "synchronize", lambda device: waits.append(made[0].steps if made else 0))
+    monkeypatch.setattr(measure.time, "monotonic", seconds)
+    monkeypatch.setattr(measure.time, "perf_counter", seconds)
+    found = measure.measure_setup(SetupJob(CASE, Task("eager_fp32"), EFFORT), silent)
+    assert found == SetupResult(0.034, seconds_until)
+    assert (looks, waits) == (looks_at, waits_at)
 
 
 def test_each_is_made_before_another_as_often_as_after_it() -> None:

@@ -17,9 +17,9 @@ def test_names_agree_with_the_catalogue() -> None:
 
 def test_variants_are_ordered_by_precision_and_kitsune_comes_last() -> None:
     ordered = sorted([*VARIANTS, "mine_fp8"], key=names.order)
-    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 9 + ["tf32"] + ["amp"] * 10 + ["fp8"]
-    assert [names.is_kitsune(name) for name in ordered[:9]] == [False] * 4 + [True] * 5
-    assert [names.is_product(name) for name in ordered[:9]] == [False] * 4 + [True] + [False] + [True] + [False] * 2
+    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 10 + ["tf32"] + ["amp"] * 11 + ["fp8"]
+    assert [names.is_kitsune(name) for name in ordered[:10]] == [False] * 4 + [True] * 6
+    assert [names.is_product(name) for name in ordered[:10]] == [False] * 4 + [True] * 2 + [False, True] + [False] * 2
 
 
 def test_kitsune_with_something_switched_off_is_no_form_that_users_run() -> None:

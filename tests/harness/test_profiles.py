@@ -71,6 +71,17 @@ def test_the_quick_profile_on_a_gpu_measures_the_default_sizes_at_all_commits() 
             assert before == (None if variant.name in EARLIER else "measured at HEAD only")
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("at_head", [False, True])
+def test_the_check_runs_what_earlier_commits_are_measured_in(device_type: profiles.DeviceType, at_head: bool) -> None:
+    on_cpu = {"eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"}
+    for case in profiles.cases("check", device_type):
+        for variant in variants.VARIANTS.values():
+            reason = profiles.left_out("check", case, variant, at_head=at_head)
+            is_run = variant.name in (on_cpu if device_type == "cpu" else EARLIER)
+            assert reason == (None if is_run else "not part of the check")
+
+
 @pytest.mark.parametrize(("device_type", "default"), [("cpu", "resnet18-b4"), ("cuda", "resnet18-b128")])
 def test_the_quick_profile_has_the_default_sizes_alone(device_type: profiles.DeviceType, default: str) -> None:
     assert [case.name for case in profiles.cases("quick", device_type)] == ["mlp-b64", "lenet-b64", default]

@@ -10,7 +10,7 @@ import pytest
 import harness
 from harness import profiles, session, variants
 from harness.context import Context, ContextError
-from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult, SetupJob
+from harness.measure import Probe, ProfileJob, ProfileResult, RoundJob, RoundResult, SetupJob, SetupResult
 from harness.memory import Peak
 from harness.memory_timeline import MemoryTimeline
 from harness.phase_recording import PhasesJob, PhasesResult
@@ -37,7 +37,7 @@ class Pretender(Launcher):
     facts: Mapping[str, object] = field(default_factory=lambda: FACTS)
     unavailable: Mapping[str, str] = field(default_factory=dict)
     on_profile: Callable[[ProfileJob], ProfileResult | None] = lambda job: None
-    on_setup: Callable[[SetupJob], float | None] = lambda job: None
+    on_setup: Callable[[SetupJob], SetupResult | None] = lambda job: None
     on_round: Callable[[RoundJob], RoundResult | None] = lambda job: None
     on_phases: Callable[[PhasesJob], PhasesResult | None] = lambda job: None
     jobs: list[object] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Pretender(Launcher):
         if isinstance(job, ProfileJob):
             return self.on_profile(job) or ProfileResult(0.5, None, Peak(None, None, 1000), ((0, 2.0), (2, 1.0)), None)
         if isinstance(job, SetupJob):
-            return self.on_setup(job) or 0.25
+            return self.on_setup(job) or SetupResult(0.25, 0.125)
         if isinstance(job, RoundJob):
             return self.on_round(job) or timed([task.variant for task in job.tasks])
         if isinstance(job, PhasesJob):
@@ -172,7 +172,9 @@ def compiled(job: ProfileJob) -> ProfileResult:
     if job.task.variant in (DROPIN, "compile_fp32"):
         job.task.caches.mkdir(parents=True, exist_ok=True)
         (job.task.caches / "kernel").write_text("compiled")
-    return ProfileResult(0.5, found, Peak(None, None, 1000), ((0, 2.0), (2, 1.0)), None)
+    first_replay_s = 0.375 if job.task.variant in (DROPIN, TRAINSTEP) else None
+    peak, losses = Peak(None, None, 1000), ((0, 2.0), (2, 1.0))
+    return ProfileResult(0.5, found, peak, losses, None, first_replay_s=first_replay_s)
 
 
 def test_what_has_filled_its_caches_is_set_up_once_more(context: Context, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +194,13 @@ def test_what_has_filled_its_caches_is_set_up_once_more(context: Context, capsys
         DROPIN: (0.5, "cold", 0.25),
         TRAINSTEP: (0.5, "cold", None),
         "compile_fp32": (0.5, "warm", None),
+    }
+    replayed = {entry.variant: (entry.first_replay_s, entry.first_replay_again_s) for entry in history.profiles(COMMIT)}
+    assert replayed == {
+        EAGER: (None, None),
+        DROPIN: (0.375, 0.125),
+        TRAINSTEP: (0.375, None),
+        "compile_fp32": (None, None),
     }
     assert measured["mlp-b4", DROPIN]["setup_s"] == [0.5]
     assert f"{DROPIN}: set up in 0.50 s, again in 0.25 s" in capsys.readouterr().out

@@ -27,7 +27,7 @@ def gpu(tmp_path: Path) -> Comparison:
 
 
 def test_the_parts_add_up_to_the_step(gpu: Comparison) -> None:
-    assert len(gpu.phases) == 3 * 20 - 1
+    assert len(gpu.phases) == 3 * 22 - 1
     for entry in gpu.phases:
         if isinstance(entry, NoPhases):
             assert entry.variant == "eager_tf32"

@@ -129,6 +129,23 @@ def test_a_loss_that_is_not_finite_is_kept_as_none(tmp_path: Path) -> None:
     assert Store(tmp_path).load(MACHINE).profiles(COMMIT)[0].losses == ((0, 2.3), (10, None), (20, None))
 
 
+@pytest.mark.parametrize("field", ["setup_s", "setup_again_s", "first_replay_s", "first_replay_again_s"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.001, "1.0", True, []])
+def test_a_profile_of_impossible_seconds_is_refused(field: str, value: object) -> None:
+    profile = sample.profile_record("r", CASE, "kitsune_dropin_fp32", sample.random.Random(0)) | {"schema": 2}
+    with pytest.raises(records.RecordError, match=rf"^{field}\b"):
+        records.parse_record(profile | {field: value})
+
+
+def test_profiles_of_earlier_versions_have_no_first_replay() -> None:
+    profile = sample.profile_record("r", CASE, "kitsune_dropin_fp32", sample.random.Random(0)) | {"schema": 2}
+    names = ("first_replay_s", "first_replay_again_s")
+    earlier = records.parse_record({name: value for name, value in profile.items() if name not in names})
+    assert isinstance(earlier, records.Profile)
+    assert (earlier.first_replay_s, earlier.first_replay_again_s) == (None, None)
+    assert earlier == records.parse_record(profile | dict.fromkeys(names))
+
+
 def test_damage_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.append(MACHINE, COMMIT, [run(), round_(0), round_(1)])

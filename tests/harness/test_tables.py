@@ -11,11 +11,12 @@ from tests.harness import sample
 def test_each_variant_s_set_up_is_told_where_it_is_not_the_default(tmp_path: Path) -> None:
     sample.write_gpu_history(tmp_path, rounds=1)
     table = tables.recipe_table(compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path))
-    assert [column.heading for column in table.columns[-2:]] == ["streams", "fusion"]
-    told = {row[0].text: [cell.text for cell in row[-2:]] for row in table.rows}
-    assert told["kitsune_trainstep_amp"] == told["eager_amp"] == ["—", "—"]
-    assert told["kitsune_trainstep_one_stream_amp"] == ["1", "—"]
-    assert told["kitsune_trainstep_unfused_amp"] == ["1", "off"]
+    assert [column.heading for column in table.columns[-3:]] == ["streams", "fusion", "loss deferred"]
+    told = {row[0].text: [cell.text for cell in row[-3:]] for row in table.rows}
+    assert told["kitsune_trainstep_amp"] == told["kitsune_dropin_amp"] == told["eager_amp"] == ["—"] * 3
+    assert told["kitsune_trainstep_one_stream_amp"] == ["1", "—", "—"]
+    assert told["kitsune_trainstep_unfused_amp"] == ["1", "off", "—"]
+    assert told["kitsune_deferred_amp"] == ["—", "—", "on"]
 
 
 def test_kitsune_stands_out_unless_something_is_switched_off() -> None:

@@ -92,7 +92,7 @@ def test_the_memory_of_a_step_is_a_line_for_each_variant(gpu: Comparison, cpu: C
         for entry in gpu.step_memory
         if entry.case == gpu.cases[0] and entry.timeline is not None and not names.is_diagnostic(entry.variant)
     ]
-    assert len(drawn[0].traces) == len(known) == 13
+    assert len(drawn[0].traces) == len(known) == 15
     for trace, timeline in zip(drawn[0].traces, known, strict=True):
         shares, sizes = list(trace["x"]), list(trace["y"])  # type: ignore[call-overload]
         assert (shares[0], shares[-1]) == (0, 100)
@@ -106,7 +106,7 @@ def test_the_memory_of_a_step_is_a_line_for_each_variant(gpu: Comparison, cpu: C
 
 def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
     rows = gpu.compared_rows_of(gpu.cases[0])
-    cold, warm = figures.setups(gpu)[0].traces
+    cold, warm, first, warm_first = figures.setups(gpu)[0].traces
     texts = dict(zip([row.variant for row in rows], cold["text"], strict=True))  # type: ignore[call-overload]
     assert re.fullmatch(r"[\d.]+ s, never \([\d.]+ s, never\)", texts["compile_fp32"])
     assert re.fullmatch(r"\([\d.]+ s, (never|[\d,]+)\)", texts["compile_amp"])
@@ -115,6 +115,10 @@ def test_set_up_bars_tell_when_they_are_earned_back(gpu: Comparison) -> None:
     assert "," not in texts["eager_fp32"]
     assert warm["x"] == [row.warm_setup_s for row in rows]
     assert cold["marker"]["opacity"] == [1 if row.warm_setup_s is None else 0.3 for row in rows]  # type: ignore[index]
+    assert first["base"] == [row.first_replay_s for row in rows]
+    assert warm_first["base"] == [row.warm_first_replay_s for row in rows]
+    for lines in (first, warm_first):
+        assert lines["x"] == [0 if row.is_kitsune else None for row in rows]
 
 
 def test_results_without_warm_set_ups_have_names_beside_their_bars(cpu: Comparison) -> None:
@@ -125,8 +129,8 @@ def test_results_without_warm_set_ups_have_names_beside_their_bars(cpu: Comparis
 def test_history_is_one_band_and_one_line_for_each_variant(gpu: Comparison) -> None:
     drawn = figures.history(gpu)[0]
     bands, lines = drawn.traces[::2], drawn.traces[1::2]
-    assert len(lines) == 4
-    assert [trace["fill"] for trace in bands] == ["toself"] * 4
+    assert len(lines) == 6
+    assert [trace["fill"] for trace in bands] == ["toself"] * 6
     for band, line in zip(bands, lines, strict=True):
         assert len(list(band["y"])) == 2 * len(list(line["y"]))  # type: ignore[call-overload]
 

@@ -31,12 +31,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_machines_have_a_page(browser: Browser, results: Path, tmp_path: Path) -> None:
     sides = ("--machines", "other-gpu", sample.GPU_MACHINE)
     visit = Visit(browser, written(results, tmp_path / "report.html", *sides))
-    assert f"{sample.GPU_MACHINE} takes less than other-gpu in 0 of 59 rows" in visit.texts(".outcome")[0]
+    assert f"{sample.GPU_MACHINE} takes less than other-gpu in 0 of 65 rows" in visit.texts(".outcome")[0]
     assert visit.texts("dl.facts dt")[0] == "Machines"
-    assert visit.page.locator("#rows tbody tr").count() == 59
+    assert visit.page.locator("#rows tbody tr").count() == 65
     assert "slower" in visit.texts("#rows tbody tr")[0], "what became worse comes first"
     assert visit.page.locator("#ratios .chart .main-svg").count() > 0
-    assert visit.page.locator("#ratios .errorbar").count() == 59
+    assert visit.page.locator("#ratios .errorbar").count() == 65
     visit.page.get_by_label("model").select_option("lenet")
     assert all(row.startswith("lenet") for row in visit.texts("#rows tbody tr:visible"))
     assert visit.requests == [(tmp_path / "report.html").as_uri()]

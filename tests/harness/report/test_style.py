@@ -15,7 +15,7 @@ from tests.harness import sample
 LIGHT_PAPER, DARK_PAPER = "#ffffff", "#14171b"
 CHARTED = (
     "eager_amp", "compile_amp", "compile_reduce_overhead_amp", "handcaptured_amp", "handcaptured_compile_amp",
-    "kitsune_dropin_amp", "kitsune_trainstep_amp",
+    "kitsune_dropin_amp", "kitsune_deferred_amp", "kitsune_trainstep_amp",
 )  # fmt: skip
 
 Linear = tuple[float, float, float]

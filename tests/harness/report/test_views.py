@@ -115,18 +115,18 @@ def test_words_filter_the_rows_of_a_table(visit: Visit) -> None:
     words = visit.page.locator("#variants .filter input")
     words.fill("AMP trainstep")
     assert visit.page.locator("#variants tbody tr:visible").count() == 9
-    assert visit.page.locator("#variants output").inner_text() == "9 of 59 rows"
+    assert visit.page.locator("#variants output").inner_text() == "9 of 65 rows"
     words.fill("no such words")
     assert visit.page.locator("#variants tbody tr:visible").count() == 0
     words.fill("")
-    assert visit.page.locator("#variants tbody tr:visible").count() == 59
+    assert visit.page.locator("#variants tbody tr:visible").count() == 65
     assert visit.page.locator("#changes tbody tr:visible").count() == 12, "each table has its own filter"
 
 
 def test_everything_follows_the_model_that_is_picked(visit: Visit) -> None:
     everything = visit.sections()
     visit.page.get_by_label("model").select_option("resnet18")
-    for table, rows in (("variants", 19), ("changes", 4), ("streams", 10)):
+    for table, rows in (("variants", 21), ("changes", 4), ("streams", 12)):
         shown = visit.texts(f"#{table} tbody tr:visible")
         assert len(shown) == rows
         assert all(row.startswith("resnet18") for row in shown)
@@ -136,7 +136,7 @@ def test_everything_follows_the_model_that_is_picked(visit: Visit) -> None:
     assert set(everything) - set(visit.sections()) == {"regressions"}, "it was LeNet's"
     assert visit.page.locator("nav a[href='#regressions']:visible").count() == 0
     visit.page.locator("#variants .filter input").fill("amp")
-    assert visit.page.locator("#variants tbody tr:visible").count() == 9, "both filters hold"
+    assert visit.page.locator("#variants tbody tr:visible").count() == 10, "both filters hold"
     assert visit.page.evaluate("window.location.hash") == "#model=resnet18"
     visit.page.locator("#variants .filter input").fill("")
     visit.page.get_by_label("model").select_option("all")
@@ -168,7 +168,7 @@ def test_a_command_is_copied_by_the_keyboard_alone(visit: Visit) -> None:
 
 def test_every_judged_row_has_its_command(visit: Visit) -> None:
     head, base = (commit[:12] for commit in (sample.COMMITS[2], sample.COMMITS[1]))
-    for table, rows, commits in (("changes", 12, f"{base} {head}"), ("variants", 59, head)):
+    for table, rows, commits in (("changes", 12, f"{base} {head}"), ("variants", 65, head)):
         commands = visit.page.locator(f"#{table} td.again .command").all_text_contents()
         assert len(commands) == rows
         assert all(text.startswith(f"python -m harness.run {commits} --") for text in commands)
@@ -177,7 +177,7 @@ def test_every_judged_row_has_its_command(visit: Visit) -> None:
 def test_a_regression_is_told_against_its_margin(visit: Visit) -> None:
     card = visit.page.locator("#regressions li")
     text = card.inner_text()
-    for part in ("lenet, batch 64, cuda: Kitsune TrainStep, amp", "+12.2% [+10.9, +13.6] time", "+3.0% allowed"):
+    for part in ("lenet, batch 64, cuda: Kitsune TrainStep, amp", "+12.8% [+12.1, +13.5] time", "+3.0% allowed"):
         assert part in text
     assert card.locator(".command").inner_text().endswith("--variant handcaptured_amp --variant kitsune_trainstep_amp")
     band, interval = (card.locator(part).bounding_box() for part in (".band", ".interval"))

@@ -102,6 +102,25 @@ def test_a_kitsune_from_before_its_public_names(commit: Path) -> None:
     assert reason("kitsune_trainstep_fp32", root=commit) == "this commit's kitsune has no TrainStep"
 
 
+@pytest.mark.parametrize(
+    ("names", "absent"),
+    [
+        ("TrainStep = KitsuneOptimizer = object\n", "Config"),
+        ("TrainStep = KitsuneOptimizer = object\n@dataclass\nclass Config:\n    mode: str\n", "option defer_loss"),
+    ],
+)
+def test_a_kitsune_from_before_an_option(commit: Path, names: str, absent: str) -> None:
+    (commit / "kitsune" / "__init__.py").write_text(f"from dataclasses import dataclass\n{names}")
+    assert reason("kitsune_deferred_fp32", root=commit) == f"this commit's kitsune has no {absent}"
+    assert unavailable(variants.get("kitsune_dropin_fp32"), CPU, commit) is None
+
+
+def test_a_kitsune_with_all_options(commit: Path) -> None:
+    names = "TrainStep = KitsuneOptimizer = object\n@dataclass\nclass Config:\n    mode: str\n    defer_loss: bool\n"
+    (commit / "kitsune" / "__init__.py").write_text(f"from dataclasses import dataclass\n{names}")
+    assert unavailable(variants.get("kitsune_deferred_fp32"), CPU, commit) is None
+
+
 def test_no_kitsune_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = ModuleType("kitsune")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: empty.__spec__)

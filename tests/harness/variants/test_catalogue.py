@@ -23,6 +23,8 @@ EXPECTED = [
     "handcaptured_compile_amp",
     "kitsune_dropin_fp32",
     "kitsune_dropin_amp",
+    "kitsune_deferred_fp32",
+    "kitsune_deferred_amp",
     "kitsune_trainstep_fp32",
     "kitsune_trainstep_amp",
     "kitsune_dropin_unfused_fp32",
@@ -54,9 +56,17 @@ def test_names_and_titles_say_the_precision(variant: Variant) -> None:
 def test_kitsune_is_laid_out_as_what_is_captured_by_hand() -> None:
     for precision in ("fp32", "amp"):
         baseline = variants.get(f"handcaptured_{precision}")
-        for form in ("dropin", "dropin_unfused", "trainstep", "trainstep_one_stream", "trainstep_unfused"):
+        for form in ("dropin", "deferred", "dropin_unfused", "trainstep", "trainstep_one_stream", "trainstep_unfused"):
             variant = variants.get(f"kitsune_{form}_{precision}")
             assert variant.uses_channels_last("cuda") == baseline.uses_channels_last("cuda")
+
+
+def test_with_its_loss_deferred_the_drop_in_loop_is_a_form_that_users_run_and_differs_in_nothing_else() -> None:
+    for precision in ("fp32", "amp"):
+        default, deferred = (variants.get(f"kitsune_{form}_{precision}") for form in ("dropin", "deferred"))
+        assert (default.defer_loss, deferred.defer_loss) == (None, True)
+        assert not deferred.is_diagnostic
+        assert replace(deferred, name=default.name, title=default.title, defer_loss=None) == default
 
 
 def test_one_stream_differs_from_the_default_in_nothing_else() -> None:

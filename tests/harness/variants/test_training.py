@@ -44,16 +44,33 @@ def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
     torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_only_the_loops_that_do_without_say_so() -> None:
+def test_only_the_loops_that_are_no_defaults_say_so() -> None:
     for precision in ("fp32", "amp"):
         for form, expected in (
             ("dropin", kitsune.Config()),
+            ("deferred", kitsune.Config(defer_loss=True)),
             ("dropin_unfused", kitsune.Config(num_streams=1, enable_fusion=False)),
         ):
             variant = variants.get(f"kitsune_{form}_{precision}")
             loop = start(variant, prepare(variant, "mlp", 2, CPU))
             assert isinstance(loop, DropInTraining)
             assert loop._kitsune.config == expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp"])
+def test_the_loop_that_defers_its_loss_replays_it(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", "replay")
+    covered = {}
+    for form in ("dropin", "deferred"):
+        ready = training(f"kitsune_{form}_{precision}")
+        ready.run(8)
+        status = ready.status()
+        assert status is not None
+        covered[form] = status["covered"]
+    assert covered == {
+        "dropin": ["forward", "backward", "update"],
+        "deferred": ["forward", "loss", "backward", "update"],
+    }
 
 
 def test_only_the_whole_steps_that_do_without_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +128,16 @@ def test_the_plan_in_use_is_told_without_measuring_it(name: str, monkeypatch: py
     ready.run(5)
     assert ready.mode_in_use() == "replay"
     assert ready.plan_in_use() == ReplayPlan("in order", 1, fused=False)
+
+
+@pytest.mark.parametrize("mode", ["replay", "eager"])
+def test_kitsune_tells_whether_it_has_replayed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITSUNE_MODE", mode)
+    for name in ("kitsune_dropin_fp32", "kitsune_deferred_fp32", "kitsune_trainstep_fp32", "eager_fp32"):
+        ready = training(name)
+        assert not ready.has_replayed
+        ready.run(5)
+        assert ready.has_replayed == (mode == "replay" and name != "eager_fp32")
 
 
 def test_what_replays_by_no_plan_tells_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
