@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from kitsune.loop.rounding import change, norm, off_by, unit, unit_of_loss
+from kitsune.loop.rounding import change, doubled, norm, off_by, unit, unit_of_loss
 from kitsune.verification import Difference
 
 # Of runs that start a little apart, by which to tell what rounding explains; it may make more of it than a few show.
@@ -202,4 +202,4 @@ def distance(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape:
         return math.inf
     same = (one == other) | (one.isnan() & other.isnan())
-    return norm(torch.where(same, 0.0, one.double() - other.double()))
+    return norm(torch.where(same, 0.0, doubled(one) - doubled(other)))
