@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from kitsune.loop.places import containers, members
 from kitsune.loop.rounding import change, doubled, norm, off_by, unit, unit_of_loss
 from kitsune.verification import Difference
 
@@ -111,9 +112,11 @@ def put_off(tensors: Iterable[Tensor], eps: float, seed: int) -> None:
 
 
 def tensors_of(
-    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    owners: Iterable[object] = (),
 ) -> dict[str, Tensor]:
-    """The parameters and buffers of `modules`, and the optimizers' parameters and state, each once, by name."""
+    """The tensors of `modules`, the optimizers' parameters and state, and what `owners` hold, each once, by name."""
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -135,6 +138,11 @@ def tensors_of(
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(f"{name}.{key}", value, optimizer)
+    for owner in owners:
+        for place, container in containers(owner):
+            for name, value in members(place, container):
+                if isinstance(value, Tensor):
+                    add(name, value, owner)
     return found
 
 
