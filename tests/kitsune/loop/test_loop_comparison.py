@@ -16,7 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 import kitsune
+from kitsune.loop import loop_comparison
 from kitsune.loop.backward_graph import BackwardGraph
+from kitsune.loop.verifying import compare
 from tests.kitsune.training import adam, batch
 
 
@@ -33,11 +35,11 @@ class Game:
         kept: what has a state beside the two models and their optimizers.
     """
 
-    def __init__(self, change: Callable[[Game], None] | None = None) -> None:
+    def __init__(self, change: Callable[[Game], None] | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.generator, self.critic = net(4), net(1)
         self.plain = adam(self.generator)
-        self.optimizer = kitsune.KitsuneOptimizer(self.plain, mode="replay")
+        self.optimizer = kitsune.KitsuneOptimizer(self.plain, **{"mode": "replay", **options})
         self.critic_optimizer: torch.optim.Optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.05)
         self.train_critic: Callable[[Tensor, Tensor], None] = self.step_critic
         self.finish: Callable[[], None] = lambda: None
@@ -300,6 +302,23 @@ def test_a_difference_is_found_beside_an_optimizer_that_trains_on(monkeypatch: p
     found = game.verify()
     assert found.replayed
     assert ".grad" in found.differences[0].name
+
+
+@pytest.mark.parametrize("change", [None, in_several_steps, together_with_a_layer_of_the_generator])
+def test_a_comparison_in_passing_trains_nothing_twice(
+    change: Callable[[Game], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the loop nothing but a replay is repeated."""
+    differences: list[Any] = []
+
+    def counted(*args: Any) -> Any:
+        differences.append(compare(*args))
+        return differences[-1]
+
+    monkeypatch.setattr(loop_comparison, "compare", counted)
+    verified = Game(change, verify=3)
+    assert verified.run(8) == pytest.approx(Game(change, mode="eager").run(8), rel=1e-5)
+    assert differences.count([]) == 6
 
 
 def test_a_training_that_is_over_is_not_looked_at() -> None:
