@@ -132,7 +132,7 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.ao:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_modules_are_in_the_way_of_none(kind: str) -> None:
     odd = ODD[kind]()
