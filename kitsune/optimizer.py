@@ -150,8 +150,9 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def verify(self, iteration: Callable[[], Any]) -> Verification:
         """Compares an iteration of the loop, replayed, with the same as plain PyTorch, and trains nothing.
 
-        Both start from the present state; what rounding explains is no difference. What other `KitsuneOptimizer`s train
-        is put back too. (Whatever else `iteration` does, it does several times.)
+        Both start from the present state; what rounding explains is no difference. What other optimizers train is put
+        back too, whichever are alive: no other thread may train meanwhile. (Whatever else `iteration` does, it does
+        several times.)
 
         Args:
             iteration: what the body of the loop does with one batch, `step()` included.

@@ -35,11 +35,14 @@ class Verification:
         replayed: whether there was a replay to compare; if not, `reason` says why.
         differences: the largest first, as multiples of what is allowed; none if all agrees.
         reason: why nothing was replayed; empty if it was.
+        written: names of tensors of modules that the iteration of a loop has written to, as often as it ran, and that
+            were not put back: nothing had told that they are trained, neither an optimizer nor `requires_grad`.
     """
 
     replayed: bool
     differences: tuple[Difference, ...] = ()
     reason: str = ""
+    written: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -48,7 +51,11 @@ class Verification:
 
     def __str__(self) -> str:
         if not self.replayed:
-            return f"nothing was compared: {self.reason}"
-        if not self.differences:
-            return "the replay does what plain PyTorch does"
-        return "\n".join(["the replay differs from plain PyTorch:", *(f"  {one}" for one in self.differences)])
+            lines = [f"nothing was compared: {self.reason}"]
+        elif not self.differences:
+            lines = ["the replay does what plain PyTorch does"]
+        else:
+            lines = ["the replay differs from plain PyTorch:", *(f"  {one}" for one in self.differences)]
+        if self.written:
+            lines += ["written to besides, and not put back:", *(f"  {name}" for name in self.written)]
+        return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from kitsune.device import refuse_bfloat16, refuse_fusion, refuse_streams, synch
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Choice, Chooser, RefusalLog
+from kitsune.loop.alive import find_alive
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
@@ -195,8 +197,9 @@ class DropInLoop:
     def verify(self, iteration: Callable[[], Any]) -> Verification:
         """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was.
 
-        That includes what the other loops train: the iteration may be one of several of them.
+        That includes what else is trained, by other loops or without any: the iteration may be one of several of them.
         """
+        gc.collect()  # of loops that are over
         replays = self._steps.replays
         loops = list(_loops.values())
         modules = {key: module for loop in loops for key, module in loop._modules.items()}
@@ -214,12 +217,11 @@ class DropInLoop:
         def eps() -> float:
             return max(loop._rounding() for loop in loops)
 
-        found = iteration_differences(
-            iteration, paused, list(modules.values()), optimizers, eps, _device(self._optimizer)
-        )
+        alive = find_alive(list(modules.values()), optimizers)
+        found, written = iteration_differences(iteration, paused, alive, eps, _device(self._optimizer))
         if self._steps.replays == replays:
-            return Verification(False, reason=self._mode()[1])
-        return Verification(True, tuple(found))
+            return Verification(False, reason=self._mode()[1], written=tuple(written))
+        return Verification(True, tuple(found), written=tuple(written))
 
     def _rounding(self) -> float:
         return 0.0 if self._latest is None else self._latest.rounding()

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kitsune.execution.in_order import with_copies
+from kitsune.loop.alive import Alive
 from kitsune.loop.guarded_step import Call
+from kitsune.loop.places import Places
 from kitsune.loop.rounding import change
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
@@ -146,28 +148,29 @@ def update_differences(
 def iteration_differences(
     iteration: Callable[[], Any],
     paused: Callable[[], Any],
-    modules: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
+    alive: Alive,
     eps: Callable[[], float],
     device: torch.device,
-) -> list[Difference]:
-    """See `compare`, of a whole iteration and the same one as plain PyTorch; afterwards all is as it was.
+) -> tuple[list[Difference], list[str]]:
+    """Compares a whole iteration with the same one as plain PyTorch; afterwards what is `alive` is as it was.
 
     Args:
         iteration: one of the user's loop.
         paused: the same, replaying nothing.
-        modules, optimizers: all that it may train, and trains with.
+
+    Returns:
+        See `compare`; and the names of what else was written to, which is not as it was.
     """
-    tensors = tensors_of(modules, optimizers)
-    trained = {name: tensor for name, tensor in tensors.items() if tensor.is_leaf and tensor.requires_grad}
-    places = Places(modules, optimizers, trained.values())
-    state = State(tensors, device)
+    leaves = {name: tensor for name, tensor in alive.tensors.items() if tensor.is_leaf}
+    places = Places(alive.modules, alive.owners, leaves.values())
+    state = State(alive.tensors, device)
+    versions = {name: tensor._version for name, tensor in alive.others.items()}
 
     def results(returned: Any) -> Results:
-        leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
-        of_grads = {f"{name}.grad": tensor.grad for name, tensor in trained.items()}
+        given = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+        of_grads = {f"{name}.grad": tensor.grad for name, tensor in leaves.items()}
         present = {name: grad for name, grad in of_grads.items() if grad is not None}
-        return {**{f"result {index}": leaf for index, leaf in enumerate(leaves)}, **present}
+        return {**{f"result {index}": one for index, one in enumerate(given)}, **present}
 
     def run(call: Callable[[], Any]) -> Results:
         places.restore(copies=True)
@@ -184,33 +187,7 @@ def iteration_differences(
 
     try:
         with state.undone():
-            return compare(state, lambda: run(iteration), lambda: run(paused), eps, lambda: spread(run_apart)) or []
+            found = compare(state, lambda: run(iteration), lambda: run(paused), eps, lambda: spread(run_apart)) or []
     finally:
         places.restore(copies=False)
-
-
-class Places:
-    """Which tensors are where at some moment: gradients in `.grad`, buffers in modules, state in optimizers."""
-
-    def __init__(
-        self,
-        modules: Iterable[torch.nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
-        trained: Iterable[Tensor],
-    ) -> None:
-        self._grads = [(tensor, tensor.grad) for tensor in trained]
-        parts = {id(part): part for module in modules for part in module.modules()}
-        self._buffers = [(part, dict(part._buffers)) for part in parts.values() if part._buffers]
-        self._states = [(one, {param: dict(kept) for param, kept in one.state.items()}) for one in optimizers]
-
-    def restore(self, *, copies: bool) -> None:
-        """Puts them back, copies of the gradients if that is wanted: these may be added to."""
-        for tensor, grad in self._grads:
-            tensor.grad = grad.clone() if copies and grad is not None else grad
-        for part, buffers in self._buffers:
-            part._buffers.update(buffers)
-        for optimizer, states in self._states:
-            for param in [param for param in optimizer.state if param not in states]:
-                del optimizer.state[param]
-            for param, kept in states.items():
-                optimizer.state[param].update(kept)
+    return found, [name for name, tensor in alive.others.items() if tensor._version != versions[name]]

@@ -22,7 +22,7 @@ def rounding(graph: fx.Graph) -> float:
 
 def off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
     """`tensor` with every number off by up to `eps` of it; as it is if it holds integers."""
-    if not tensor.is_floating_point():
+    if not _is_rounded(tensor):
         return tensor
     noise = torch.empty_like(tensor, dtype=torch.float32).uniform_(-eps, eps, generator=generator)
     return (tensor * (1 + noise)).to(tensor.dtype)
@@ -30,13 +30,13 @@ def off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def change(before: Tensor, after: Tensor) -> Tensor:
     """In float32 where that loses nothing."""
-    dtype = torch.promote_types(before.dtype, torch.float32) if before.is_floating_point() else torch.float64
+    dtype = torch.promote_types(before.dtype, torch.float32) if _is_rounded(before) else torch.float64
     return after.to(dtype) - before.to(dtype)
 
 
 def unit(tensor: Tensor) -> float:
     """The norm of what is lost at most where such values are stored."""
-    return torch.finfo(tensor.dtype).eps * norm(tensor) if tensor.is_floating_point() else 0.0
+    return torch.finfo(tensor.dtype).eps * norm(tensor) if _is_rounded(tensor) else 0.0
 
 
 def unit_of_loss(loss: Tensor, eps: float) -> float:
@@ -50,4 +50,13 @@ def unit_of_loss(loss: Tensor, eps: float) -> float:
 
 def norm(tensor: Tensor) -> float:
     """The 2-norm, in float64."""
-    return float(torch.linalg.vector_norm(tensor.detach().double()))
+    return float(torch.linalg.vector_norm(doubled(tensor.detach())))
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """In float64, or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

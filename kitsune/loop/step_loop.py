@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import note_step
@@ -227,7 +229,10 @@ class StepLoop:
         spec.optimizer.zero_grad(set_to_none=True)
         if phase != "whole":
             self._accumulators.attach()
+        num_checkpoints = _num_checkpoints()
         loss = spec.loss(args, kwargs)
+        if not self._is_reentrant and _num_checkpoints() > num_checkpoints:
+            self._is_reentrant = None
         objective = loss / spec.accumulate if spec.accumulate > 1 else loss
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
@@ -289,6 +294,14 @@ def _unchanged_gradients(params: Sequence[torch.nn.Parameter]) -> Iterator[None]
     finally:
         for param, grad in zip(params, kept, strict=True):
             param.grad = grad
+
+
+def _num_checkpoints() -> int:
+    """Grows with every reentrant checkpoint that there is. Each is a node of autograd's graph, and refers to its class.
+
+    To look for them in the graph takes long, where it has thousands of nodes.
+    """
+    return sys.getrefcount(CheckpointFunction._backward_cls)
 
 
 def _is_reentrant(loss: torch.Tensor) -> bool:

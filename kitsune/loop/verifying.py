@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from kitsune.loop.rounding import change, norm, off_by, unit, unit_of_loss
+from kitsune.loop.places import containers, members
+from kitsune.loop.rounding import change, doubled, norm, off_by, unit, unit_of_loss
 from kitsune.verification import Difference
 
 # Of runs that start a little apart, by which to tell what rounding explains; it may make more of it than a few show.
@@ -111,9 +112,11 @@ def put_off(tensors: Iterable[Tensor], eps: float, seed: int) -> None:
 
 
 def tensors_of(
-    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()
+    modules: Iterable[torch.nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    owners: Iterable[object] = (),
 ) -> dict[str, Tensor]:
-    """The parameters and buffers of `modules`, and the optimizers' parameters and state, each once, by name."""
+    """The tensors of `modules`, the optimizers' parameters and state, and what `owners` hold, each once, by name."""
     found: dict[str, Tensor] = {}
     names: dict[int, str] = {}
 
@@ -135,6 +138,11 @@ def tensors_of(
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     add(f"{name}.{key}", value, optimizer)
+    for owner in owners:
+        for place, container in containers(owner):
+            for name, value in members(place, container):
+                if isinstance(value, Tensor):
+                    add(name, value, owner)
     return found
 
 
@@ -202,4 +210,4 @@ def distance(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape:
         return math.inf
     same = (one == other) | (one.isnan() & other.isnan())
-    return norm(torch.where(same, 0.0, one.double() - other.double()))
+    return norm(torch.where(same, 0.0, doubled(one) - doubled(other)))

@@ -220,6 +220,32 @@ def test_checkpoints_are_switched_on_in_mid_training(form: str) -> None:
     assert any("use_reentrant=False" in refusal for refusal in training.status().refusals)
 
 
+def reentrant_from_a_leaf(block: nn.Module, x: Tensor) -> Tensor:
+    """No parameter lies behind the checkpoint, only in it: torch would leave it out, and raise nothing."""
+    return reentrant(block, x.detach().requires_grad_())
+
+
+class Reading(Blocks):
+    """Looks at its input on the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * x.abs().max().clamp_max(1.0).item())
+
+
+@pytest.mark.parametrize("later", [reentrant, reentrant_from_a_leaf])
+@pytest.mark.parametrize(("kind", "mode"), [(Blocks, "eager"), (Reading, "replay")])
+def test_checkpoints_are_switched_on_where_nothing_is_ever_replayed(kind: type[Blocks], mode: str, later: Call) -> None:
+    def edit(training: Training, index: int) -> None:
+        training.model.call = {2: once, 4: later, 6: plainly, 7: later}.get(index, training.model.call)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = kind(plainly)
+        return model, adam(model)
+
+    training = compare("train_step", make, steps=9, edit=edit, replays=0, mode=mode)
+    assert training.status().replays == 0
+
+
 # What is kept
 
 

@@ -1,0 +1,41 @@
+"""What runs leave behind, and how far apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitsune.loop.verifying import State, compare, put_off
+
+NUMBERS = {
+    "float32": torch.tensor([1.0, -2.0]),
+    "complex64": torch.tensor([1 + 1j, 2 - 1j]),
+    "int64": torch.tensor([1, 2]),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_a_difference_is_found_in_numbers_of_every_kind(dtype: str) -> None:
+    """The imaginary part of complex ones included."""
+    numbers = NUMBERS[dtype].clone()
+
+    def off() -> dict[str, Tensor]:
+        numbers[0] += 1j if numbers.is_complex() else 1
+        return {}
+
+    state = State({"numbers": numbers}, torch.device("cpu"))
+    differences = compare(state, off, dict, lambda: 0.0, dict)
+    assert differences is not None
+    assert [(one.name, one.error) for one in differences] == [("numbers", 1.0)]
+    assert torch.equal(numbers, NUMBERS[dtype])
+    assert compare(state, dict, dict, lambda: 0.0, dict) == []
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_numbers_are_put_off_where_they_are_rounded(dtype: str) -> None:
+    numbers = NUMBERS[dtype].clone()
+    put_off([numbers], 0.01, seed=1)
+    assert torch.equal(numbers, NUMBERS[dtype]) == (dtype == "int64")
+    assert torch.allclose(numbers, NUMBERS[dtype], rtol=0.01)
