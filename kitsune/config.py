@@ -40,8 +40,12 @@ class Config:
             `"eager"` runs plain PyTorch.
         enable_amp: run the forward pass under `torch.autocast`. In a drop-in loop floating-point
             outputs of the model come back as float32.
-        amp_dtype: `torch.bfloat16` or `torch.float16` (or their names). float16 needs a gradient
-            scaler, so `TrainStep` takes it together with `grad_scaler` only.
+        amp_dtype: `torch.bfloat16` or `torch.float16` (or their names). With float16 there is a gradient scaler: the
+            one given to `TrainStep` or its own, `step.grad_scaler`; in a drop-in loop `optimizer.loss_scale`, unless
+            the loop has a scaler itself. It scales what the loop makes of the model's outputs by torch's functions, and
+            `defer_loss` has no effect. As with torch's scaler, hooks see scaled gradients, and so does `.grad` of
+            tensors within; gradients with a graph of their own (`create_graph`) and `torch.autograd.grad` are not
+            scaled.
         compile: let Inductor compile the captured graph. Off by default: compiling takes from
             seconds to minutes.
         max_memory: the most bytes of device memory that one recorded graph may use for intermediates and static
@@ -114,7 +118,7 @@ class Config:
         num_streams = self.max_streams() if uses_streams and (self.cuda_graphs or not is_loop) else 1
         ignored = {
             "num_streams": self.num_streams not in (None, num_streams),
-            "defer_loss": self.defer_loss and not is_loop,
+            "defer_loss": self.defer_loss and not (is_loop and not self.scales_losses()),
             "cuda_graphs": not self.cuda_graphs and not uses_streams,
             "enable_fusion": self.enable_fusion is True and not (can_fuse and self.fuses()),
         }
@@ -128,6 +132,10 @@ class Config:
     def fuses(self) -> bool:
         """Whether operators of a captured step shall be fused where they can be."""
         return self._measures() and self.enable_fusion is not False
+
+    def scales_losses(self) -> bool:
+        """Whether there is to be a gradient scaler."""
+        return self.enable_amp and self.amp_dtype is torch.float16
 
     def _measures(self) -> bool:
         """Whether plans may be tried."""

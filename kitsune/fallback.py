@@ -242,6 +242,10 @@ class RefusalLog:
         """Notes why something that was asked for is left out of what is replayed."""
         self._note(logging.WARNING, "%s does without what may be faster: %s", refusal)
 
+    def tell(self, refusal: Refusal) -> None:
+        """Notes what numbers depend on, and the loop may not expect."""
+        self._note(logging.WARNING, "%s: %s", refusal)
+
     def _note(self, level: int, message: str, refusal: Refusal | RefusedError) -> None:
         text = str(refusal)
         if text not in self._seen:

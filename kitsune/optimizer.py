@@ -14,6 +14,7 @@ from kitsune.config import Config, option_names
 from kitsune.errors import ConfigError
 from kitsune.fallback import RefusalLog
 from kitsune.loop.drop_in import DropInLoop
+from kitsune.loop.scaling import LossScale
 from kitsune.status import Status
 from kitsune.verification import Verification
 
@@ -41,13 +42,14 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         **options: single options (fields of `Config`), which take precedence; with a class, all
             other keywords go to it.
 
+    Attributes:
+        loss_scale: with `enable_amp` in float16, by how much losses are multiplied for their backward passes, with a
+            `state_dict` that belongs into a checkpoint; None otherwise. Updates are left out where gradients overflow.
+
     Raises:
         ConfigError: an unknown option, or a value that is not allowed; a `model` of which nothing is trained.
         TypeError: neither an optimizer class with `params` nor an optimizer; a `model` that is no module.
     """
-
-    # GradScaler would hand its scale to this object, and the wrapped optimizer would never see it.
-    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -64,14 +66,12 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         if others and isinstance(optimizer, torch.optim.Optimizer):
             Config.from_options(others)  # raises, naming the unknown option
         self.config = Config.from_options(own, config)
-        if self.config.enable_amp and self.config.amp_dtype is torch.float16:
-            remedy = "torch.bfloat16; for float16 use torch.autocast and GradScaler in the loop"
-            raise ConfigError("amp_dtype", torch.float16, remedy)
         self._wrapped = wrapped
+        self.loss_scale = _loss_scale(self.config, wrapped)
         self._models = None if model is None else _models(model, wrapped)
         self._log = RefusalLog("the training loop")
         self._waits = False
-        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log, self._models)
+        self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log, self._models, self.loss_scale)
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -161,6 +161,15 @@ class KitsuneOptimizer(torch.optim.Optimizer):
             return Verification(False, reason=self.status().reason)
         return self._loop.verify(iteration)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Gradient scalers ask for it before they call `step`: else they would hand their scale to this object, and the
+        wrapped optimizer would not see it.
+        """
+        if self._loop is not None:
+            self._loop.note_scaler()
+        return False
+
     def hand_over(self) -> torch.optim.Optimizer:
         """Stops accelerating the loop and returns the wrapped optimizer."""
         if self._loop is not None:
@@ -173,10 +182,12 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return f"KitsuneOptimizer({self._wrapped!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "wrapped": self._wrapped, "models": self._models}
+        kept = {"config": self.config, "wrapped": self._wrapped, "models": self._models}
+        return {**kept, "loss_scale": self.loss_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.config, self._wrapped, self._models = state["config"], state["wrapped"], state["models"]
+        self.loss_scale = state["loss_scale"]
         self._log = RefusalLog("the training loop")
         self._loop = None
         self._waits = True  # a copy that is only kept must not look for modules
@@ -189,7 +200,14 @@ class KitsuneOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         self._waits = False
-        self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models)
+        self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models, self.loss_scale)
+
+
+def _loss_scale(config: Config, optimizer: torch.optim.Optimizer) -> LossScale | None:
+    if not config.scales_losses():
+        return None
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return LossScale(next(params).device.type)
 
 
 def _models(

@@ -97,9 +97,12 @@ class TrainStep:
             raise ValueError(f"clip_grad_norm must be a positive number, got {clip_grad_norm!r}")
         if not _is_positive(accumulate) or accumulate != int(accumulate):
             raise ValueError(f"accumulate must be a whole number from 1 up, got {accumulate!r}")
-        needs_scaler = self.config.enable_amp and self.config.amp_dtype is torch.float16
+        needs_scaler = self.config.scales_losses()
         if needs_scaler and grad_scaler is None:
-            grad_scaler = torch.amp.GradScaler(optimizer.param_groups[0]["params"][0].device.type)
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            grad_scaler = torch.amp.GradScaler(next(params).device.type)
+            if isinstance(optimizer, KitsuneOptimizer) and optimizer.loss_scale is not None:
+                grad_scaler.load_state_dict(optimizer.loss_scale.state_dict())
         self.grad_scaler = grad_scaler if grad_scaler is not None and grad_scaler.is_enabled() else None
         if needs_scaler and self.grad_scaler is None:
             raise ValueError("amp_dtype=torch.float16 underflows with a grad_scaler that is not enabled")

@@ -20,7 +20,7 @@ from kitsune.capture.state import refuse_closure
 from kitsune.capture.watch import is_reduced, refuse_function_modes, refuse_module, refuse_reducer
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, refuse_fusion, refuse_streams, synchronize
-from kitsune.errors import Refusal, RefusedError
+from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.alive import find_alive
@@ -28,6 +28,7 @@ from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
+from kitsune.loop.scaling import LossScale, ScaledLosses
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
@@ -45,6 +46,7 @@ class DropInLoop:
 
     Args:
         only: the modules whose calls are replayed; None for the outermost ones that own trained parameters.
+        scale: of the losses; None where they are not to be scaled.
     """
 
     def __init__(
@@ -53,8 +55,11 @@ class DropInLoop:
         config: Config,
         log: RefusalLog,
         only: Sequence[torch.nn.Module] | None = None,
+        scale: LossScale | None = None,
     ) -> None:
         self._optimizer, self._config, self._log = optimizer, config, log
+        self._scale = scale
+        self._losses = None if scale is None else ScaledLosses(scale, partial(_params, optimizer))
         self._only = None if only is None else weakref.WeakSet(only)
         self._gradients: dict[int, torch.Tensor] = {}
         self._streams = StreamPool()
@@ -88,7 +93,7 @@ class DropInLoop:
         self._calls[id(module)] = _module_call(module, device.type, amp)
         self._give_back.append(take_over(module, self))
         if amp is not None:
-            _run_this_call_under_amp(module, device.type, amp)
+            _run_this_call_under_amp(module, device.type, amp, self._losses)
 
     def wraps(self, wrapper: DistributedDataParallel) -> None:
         """Lets `wrapper` reduce the gradients of the module that it is about to call."""
@@ -105,6 +110,11 @@ class DropInLoop:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
+        if self._losses is None:
+            return self._answer(module, args, kwargs)
+        return self._losses.follow(self._answer(module, unfollowed(args), unfollowed(kwargs)))
+
+    def _answer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         latest = self._latest
         if latest is not None and latest.module is module and not self._is_paused:
             output = latest.repeat(args, kwargs)
@@ -148,7 +158,19 @@ class DropInLoop:
         self._iteration[step] = (choice if choice == earlier else "eager", count + 1)
 
     def step(self) -> None:
-        """`optimizer.step()`, and the end of the iteration."""
+        """`optimizer.step()`, and the end of the iteration. Where gradients overflow in float16 there is neither."""
+        if self._scale is None or self._losses is None:
+            self._step()
+            return
+        if not self._losses.was_scaled:
+            reason = (
+                "a loss in float16 is not scaled, as it was not made of the model's outputs by torch's functions alone"
+            )
+            self._log.tell(Refusal(reason, remedy="scale it by a torch.amp.GradScaler in the loop"))
+        self._losses.was_scaled = False
+        self._scale.update_unless_infinite(self._optimizer.param_groups, self._step)
+
+    def _step(self) -> None:
         self._settle_calls()
         if self._is_paused:
             self._optimizer.step()
@@ -164,14 +186,23 @@ class DropInLoop:
             self._optimizer.step()
         self._finish_iteration()
 
+    def note_scaler(self) -> None:
+        """A gradient scaler of the loop's calls `step`: losses are scaled by that, and not here."""
+        if self._scale is not None:
+            self._log.tell(Refusal("the loop has a gradient scaler: losses are not scaled by another one"))
+            self._scale = self._losses = None
+
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """`optimizer.step(closure)`, and the end of the iteration."""
         refusal = refuse_closure(self._optimizer)
-        if refusal is None and not self._is_paused:
+        if refusal is None and not (self._is_paused and self._scale is None):
             with torch.enable_grad():
                 result = closure()
             self.step()
             return result
+        if self._scale is not None:
+            reason = f"float16 needs an optimizer that calls its closure once, at the beginning: {refusal}"
+            raise KitsuneError(reason)
         if refusal is not None:
             reason = f"step(closure) runs the update eagerly: {refusal.reason}"
             self._log.add(RefusedError(Refusal(reason), passing=True))
@@ -303,12 +334,12 @@ class DropInLoop:
         return refuse_fusion(_device(self._optimizer)) is None
 
     def _params(self) -> list[torch.nn.Parameter]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
+        return _params(self._optimizer)
 
     def _amp_dtype(self) -> torch.dtype | None:
         if not self._config.enable_amp:
             return None
-        refusal = refuse_bfloat16(_device(self._optimizer))
+        refusal = refuse_bfloat16(_device(self._optimizer)) if self._config.amp_dtype is torch.bfloat16 else None
         if refusal is None:
             return self._config.amp_dtype
         self._log.do_without(refusal)
@@ -318,7 +349,8 @@ class DropInLoop:
         # Nothing here may refer to the loop: it must die with its optimizer.
         chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer))
         config = self._config
-        if id(module) in self._reduced:  # from the loss on, gradients would not go through the nodes that reduce them
+        # From the loss on, gradients would not go through the nodes that reduce them, or scale them.
+        if id(module) in self._reduced or self._losses is not None:
             config = dataclasses.replace(config, defer_loss=False)
         return SplitStep(
             module, eager, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
@@ -333,6 +365,10 @@ _numbers = itertools.count()
 
 def _differs(found: Sequence[Difference]) -> Refusal:
     return Refusal(f"a replay differed from plain PyTorch: {found[0]}", found[0].operator)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _device(optimizer: torch.optim.Optimizer) -> torch.device:
@@ -360,7 +396,9 @@ def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | N
     return autocast_call
 
 
-def _run_this_call_under_amp(module: torch.nn.Module, device_type: str, amp: torch.dtype) -> None:
+def _run_this_call_under_amp(
+    module: torch.nn.Module, device_type: str, amp: torch.dtype, losses: ScaledLosses | None
+) -> None:
     """Autocast for a call that has begun: its pre-hooks are running, its forward hooks are still to come."""
     context = torch.autocast(device_type, dtype=amp)
     context.__enter__()
@@ -368,7 +406,8 @@ def _run_this_call_under_amp(module: torch.nn.Module, device_type: str, amp: tor
     def leave(_module: torch.nn.Module, _args: Any, output: Any) -> Any:
         handle.remove()
         context.__exit__(None, None, None)
-        return pytree.tree_map(_as_float32, output)
+        output = pytree.tree_map(_as_float32, output)
+        return output if losses is None else losses.follow(output)
 
     handle = module.register_forward_hook(leave, always_call=True)
 

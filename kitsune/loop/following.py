@@ -68,7 +68,7 @@ _OPERATORS = (
 )
 _IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
 
-_AS_PLAIN = {Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__}
+AS_PLAIN = {Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__, Tensor.__format__}
 """They tell of the class."""
 
 SPENT = (
@@ -394,7 +394,7 @@ class Following:
                 with torch.no_grad():
                     return function(*valued(args), **valued(kwargs))
             args, kwargs = valued(args), valued(kwargs)
-            if function in _AS_PLAIN:
+            if function in AS_PLAIN:
                 args = (args[0].as_subclass(Tensor), *args[1:])
             return function(*args, **kwargs)
 

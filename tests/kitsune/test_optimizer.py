@@ -20,8 +20,6 @@ from tests.kitsune.training import Batch, Net, Training, adam, batch, compare, n
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
-HALF = {"enable_amp": True, "amp_dtype": torch.float16}
-
 
 def forward_loss(training: Training, x: Tensor, y: Tensor) -> Tensor:
     return training.loss_fn(training.model(x), y)
@@ -92,7 +90,6 @@ def test_zero_grad(mode: str) -> None:
         (lambda: (adam(Net()),), {"lr": 0.1}, kitsune.ConfigError, "option 'lr'"),
         (lambda: (adam(Net()),), {"num_stream": 4}, kitsune.ConfigError, "option 'num_stream'.*num_streams"),
         (lambda: (adam(Net()),), {"num_streams": 0}, kitsune.ConfigError, "num_streams.*from 1 to 8"),
-        (lambda: (adam(Net()),), HALF, kitsune.ConfigError, "amp_dtype.*GradScaler"),
         (lambda: (kitsune.KitsuneOptimizer(adam(Net())),), {}, TypeError, "a KitsuneOptimizer already"),
         (lambda: (torch.optim.Adam, Net().parameters()), {"learning_rate": 1}, kitsune.ConfigError, "learning_rate"),
         (
