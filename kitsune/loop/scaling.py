@@ -180,9 +180,16 @@ _all: weakref.WeakSet[ScaledLosses] = weakref.WeakSet()
 
 def _multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiplies the gradients of `tensors`, each once."""
+    grads = {id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}
+    by_device: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        for grad in {id(tensor.grad): tensor.grad for tensor in tensors if tensor.grad is not None}.values():
-            grad.mul_(factor.to(grad.device))
+        for grad in grads.values():
+            if grad.layout is torch.strided:
+                by_device.setdefault(grad.device, []).append(grad)
+            else:
+                grad.mul_(factor.to(grad.device))
+        for device, dense in by_device.items():
+            torch._foreach_mul_(dense, factor.to(device))
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

@@ -364,6 +364,17 @@ class Caching(Net):
         return super().forward(x)
 
 
+class Sparse(nn.Module):
+    """Has gradients of another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table(x.nan_to_num(0, 0, 0).abs().long() % 5).mean(1) * x.sum(1, keepdim=True))
+
+
 def of_two_modules(training: Training, x: Tensor, y: Tensor) -> Tensor:
     half = training.memo.get("half", lambda module: module)
     model = training.memo.get("module", training.model)
@@ -403,6 +414,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "state with a graph": (Remembering, of_several_steps),
     "arguments that are filled": (Caching, with_cache),
     "two calls": (Net, of_two_calls),
+    "sparse gradients": (Sparse, usual),
     "in place, and several results": (Net, in_place),
 }
 
@@ -414,7 +426,7 @@ def test_loops_of_many_kinds(name: str, mode: str) -> None:
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = kind()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
     compare_scaled(loss, build, mode=mode, replays=0, rtol=1e-3, atol=1e-5)
 
