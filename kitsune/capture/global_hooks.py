@@ -66,6 +66,10 @@ class _Own:
 
         return stop
 
+    def is_away(self) -> bool:
+        """Whether something is being captured, so that calls are not seen."""
+        return self._num_captures > 0
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Within, it is not there."""
@@ -95,6 +99,7 @@ class _Own:
 _own = _Own()
 look_at_calls = _own.look
 without_own = _own.away
+is_own_away = _own.is_away
 
 
 def refuse_global_hooks() -> Refusal | None:

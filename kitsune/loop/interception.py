@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from kitsune.capture.global_hooks import look_at_calls
+from kitsune.capture.global_hooks import is_own_away, look_at_calls
 from kitsune.capture.watch import Interceptor
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
@@ -68,9 +68,9 @@ class ModuleFinder:
     def count_step(self) -> None:
         """To be called once an iteration: the search ends when nothing more is found for long.
 
-        While a thread captures, calls in others look as if they were traced, and are passed over.
+        While a thread captures, calls in others are not seen, or look as if they were traced and are passed over.
         """
-        if not self._steps_left or torch.compiler.is_compiling():
+        if not self._steps_left or is_own_away() or torch.compiler.is_compiling():
             return
         self._steps_left -= 1
         if not self._steps_left:

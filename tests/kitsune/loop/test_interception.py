@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from kitsune.capture.global_hooks import without_own
 from kitsune.capture.watch import Interceptor
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
 from tests.kitsune.training import Net
@@ -100,6 +101,19 @@ def test_the_search_waits_while_another_thread_compiles(monkeypatch: pytest.Monk
     assert taker.modules == []
     monkeypatch.undo()
     model(torch.randn(2, 4))
+    assert taker.modules == [model]
+
+
+def test_the_search_goes_on_while_the_hook_is_away() -> None:
+    """Another thread may capture for long, and steps take little time."""
+    model, taker = nn.Sequential(Net()), Taker()
+    finder = ModuleFinder(model.parameters(), taker)
+    with without_own():
+        for _ in range(100):
+            model(X)
+            finder.count_step()
+    assert taker.modules == []
+    model(X)
     assert taker.modules == [model]
 
 
