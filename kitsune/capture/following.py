@@ -49,13 +49,15 @@ class Follower(Protocol):
 class FollowedTensor(Tensor):
     """A tensor of which `follower` knows by the name `place`. It is a tensor like others in all else.
 
-    Without a `place` it lies in the memory of one that has one.
+    Without a `place` it lies in the memory of one that has one, or is known by nothing but that it is followed. What
+    `torch.compile` makes of functions calls torch's functions with it as ever.
     """
 
     follower: Follower
     place: int | None
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls,
         function: Callable[..., Any],

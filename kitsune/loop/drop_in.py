@@ -162,7 +162,7 @@ class DropInLoop:
         if self._scale is None or self._losses is None:
             self._step()
             return
-        if not self._losses.was_scaled:
+        if not self._losses.was_scaled and any(param.grad is not None for param in self._params()):
             reason = (
                 "a loss in float16 is not scaled, as it was not made of the model's outputs by torch's functions alone"
             )

@@ -21,7 +21,7 @@ from kitsune.device import on_stream, stream_reader
 _MOST_TAILS = 4
 
 # Of the getters of attributes, these compute; whoever uses the others may change the tensor unseen.
-_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 _REVEALING = {
     Tensor.register_hook,
@@ -473,7 +473,7 @@ def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool
     """Whether a function may write to a tensor, or let the caller do it."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        return function not in _VIEWS
+        return function not in VIEWS
     writes = name == "__set__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return writes or "out" in kwargs or function in _REVEALING
 

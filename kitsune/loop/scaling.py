@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from kitsune.capture.following import FollowedTensor, followed, plainly, unfollowed
 from kitsune.capture.watch import is_watched
-from kitsune.loop.following import AS_PLAIN
+from kitsune.loop.following import AS_PLAIN, VIEWS
 
 _Params = Callable[[], Iterable[torch.nn.Parameter]]
 
@@ -111,7 +111,8 @@ class ScaledLosses:
         with plainly():
             result = function(*args, **kwargs)
         if not isinstance(result, (list, tuple)):
-            return self._followed(result)
+            is_attribute = getattr(function, "__name__", "") == "__get__" and function not in VIEWS
+            return result if is_attribute else self._followed(result)
         items = [self._followed(one) for one in result]
         if all(one is other for one, other in zip(items, result, strict=True)):
             return result

@@ -336,12 +336,15 @@ def of_loss(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], 
     return lambda out, y: function(functional.cross_entropy(out, y))
 
 
+doubled = torch.compile(lambda out, y: 2 * functional.cross_entropy(out, y), backend="aot_eager")
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a function of autograd's, of the output": of_output(Doubled.apply),
     "a function of autograd's, of the loss": of_loss(Doubled.apply),
     "a script function of the output": of_output(scripted),
     "a script function of the loss": of_loss(scripted),
     "a compiled function": compiled,
+    "a compiled function with its backward pass": lambda out, y: doubled(out, y),
     "a checkpoint": of_output(lambda out: checkpoint(torch.tanh, out, use_reentrant=False)),
     "a reentrant checkpoint": of_output(lambda out: checkpoint(torch.tanh, out, use_reentrant=True)),
     "random numbers": of_output(lambda out: functional.dropout(out, 0.5)),

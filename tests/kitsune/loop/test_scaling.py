@@ -406,6 +406,13 @@ def in_place(training: Training, x: Tensor, y: Tensor) -> Tensor:
     return training.loss_fn(torch.stack([first, *others], 1), y) + output.max(1).values.mean()
 
 
+doubled = torch.compile(lambda output, y: 2 * functional.cross_entropy(output, y), backend="aot_eager")
+
+
+def compiled(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    return doubled(training.model(x), y)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "two modules": (Twice, of_two_modules),
     "a part of the loss on the module": (Auxiliary, with_auxiliary),
@@ -415,6 +422,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "arguments that are filled": (Caching, with_cache),
     "two calls": (Net, of_two_calls),
     "sparse gradients": (Sparse, usual),
+    "a compiled loss": (Net, compiled),
     "in place, and several results": (Net, in_place),
 }
 
@@ -499,6 +507,8 @@ def test_a_loss_that_is_not_made_by_torchs_functions_is_told_of() -> None:
     model = Net()
     optimizer = kitsune.KitsuneOptimizer(adam(model), **HALF)
     (x, _), _ = batch(0)
+    optimizer.step()
+    assert not optimizer.status().refusals
     optimizer.zero_grad()
     Loss.apply(model(x)).backward()
     optimizer.step()
