@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.buckets import boundaries
 from kitsune.capture.checkpoints import inline_checkpoints
 from kitsune.capture.cutting import Cut, Root, cut, run_in_stages
@@ -254,23 +255,12 @@ def _groups(roots: Sequence[Root], members: Sequence[int]) -> list[tuple[tuple[i
     """
     groups: list[tuple[list[int], set[Any]]] = []
     for index in members:
-        keeping = set(filter(_keeps_values, _nodes_of(roots[index].tensor)))
+        keeping = set(filter(_keeps_values, nodes_behind([roots[index].tensor])))
         joined = [group for group in groups if not keeping.isdisjoint(group[1])]
         groups = [group for group in groups if keeping.isdisjoint(group[1])]
         several = [other for others, _ in joined for other in others]
         groups.append(([*several, index], keeping.union(*(nodes for _, nodes in joined))))
     return [(tuple(group), bool(keeping)) for group, keeping in groups]
-
-
-def _nodes_of(root: torch.Tensor) -> set[Any]:
-    """The nodes of autograd's graph that a backward pass from `root` goes through."""
-    nodes, waiting = set[Any](), [root.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return nodes
 
 
 def _keeps_values(node: Any) -> bool:
@@ -281,7 +271,7 @@ def _keeps_values(node: Any) -> bool:
 def _refuse_nested(roots: Sequence[Root], num_outputs: int) -> None:
     """Autograd knows best: where an operator writes in place, the graph does not tell what a value is computed from."""
     outputs = {(root.tensor.grad_fn, root.tensor.output_nr) for root in roots[:num_outputs]}
-    edges = {edge for root in roots for node in _nodes_of(root.tensor) for edge in node.next_functions}
+    edges = {edge for node in nodes_behind([root.tensor for root in roots]) for edge in node.next_functions}
     if not outputs.isdisjoint(edges):
         raise RefusedError(Refusal("an output of the model, or a tensor it stores, is computed from another one"))
 

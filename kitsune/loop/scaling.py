@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.following import FollowedTensor, followed, plainly, unfollowed
 from kitsune.capture.watch import is_watched
 from kitsune.loop.following import AS_PLAIN, VIEWS
@@ -195,13 +196,4 @@ def _multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def _leaves(loss: Tensor) -> list[Tensor]:
     """Those at which a backward pass from `loss` accumulates gradients."""
-    found, seen, waiting = list[Tensor](), set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.append(node.variable)  # type: ignore[attr-defined]
-        waiting += [following for following, _ in node.next_functions]
-    return found
+    return [node.variable for node in nodes_behind([loss]) if node.name() == "torch::autograd::AccumulateGrad"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import note_step
 from kitsune.capture.step_program import Phase, StepSpec
@@ -306,13 +307,4 @@ def _num_checkpoints() -> int:
 
 def _is_reentrant(loss: torch.Tensor) -> bool:
     """Whether a checkpoint lies on the way back from `loss` that runs a backward pass of its own."""
-    known, waiting = set[Any](), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in known:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        known.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_behind([loss]))
