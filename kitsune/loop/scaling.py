@@ -7,6 +7,7 @@ and so is what it makes of them, until `backward()` is called on one of these. A
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
@@ -95,7 +96,8 @@ class ScaledLosses:
     def __init__(self, scale: LossScale, params: _Params) -> None:
         self.was_scaled = False
         self._scale, self._params = scale, params
-        _all.add(self)
+        with _changing:
+            _all.add(self)
 
     def follow(self, output: Any) -> Any:
         """The output of a model, as the loop gets it: with tensors in lists, tuples and the like followed."""
@@ -169,7 +171,9 @@ class ScaledLosses:
         leaves = _leaves(loss)
         found = {id(leaf): leaf for leaf in leaves}
         owners = [self]
-        for other in tuple(_all):
+        with _changing:
+            others = tuple(_all)
+        for other in others:
             if other is not self and any(id(param) in found for param in other._params()):
                 owners.append(other)
         for owner in owners:
@@ -178,6 +182,7 @@ class ScaledLosses:
 
 
 _all: weakref.WeakSet[ScaledLosses] = weakref.WeakSet()
+_changing = threading.Lock()  # in whichever thread
 
 
 def _multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
