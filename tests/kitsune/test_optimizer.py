@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as torch_module
 
 import kitsune
-from tests.kitsune.training import Batch, Net, Training, adam, batch, compare, net_and_adam, sgd
+from tests.kitsune.training import Batch, Net, Training, adam, batch, compare, net_and_adam, num_looking, sgd
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
@@ -839,13 +838,12 @@ def test_the_model_in_use_can_be_copied_and_saved(tmp_path: Any) -> None:
 
 @pytest.mark.support("Failure", "models and optimizers that are dropped free everything", "replayed")
 def test_no_hook_is_left_behind_and_everything_is_freed() -> None:
-    hooks = torch_module._global_forward_pre_hooks
-    before = len(hooks)
+    before = num_looking()
     model, plain = net_and_adam()
     training = Training("drop_in", model, plain)
-    assert len(hooks) == before + 1
+    assert num_looking() == before + 1
     training.run(5)
-    assert len(hooks) == before
+    assert num_looking() == before
     references = [weakref.ref(thing) for thing in (model, plain, training.optimizer, model.first.weight)]
     del model, plain, training
     gc.collect()
@@ -865,13 +863,12 @@ def test_an_optimizer_that_is_dropped_gives_the_model_back() -> None:
 
 
 def test_an_optimizer_that_was_never_used_leaves_no_hook() -> None:
-    hooks = torch_module._global_forward_pre_hooks
-    before = len(hooks)
+    before = num_looking()
     optimizer = kitsune.KitsuneOptimizer(adam(Net()))
-    assert len(hooks) == before + 1
+    assert num_looking() == before + 1
     del optimizer
     gc.collect()
-    assert len(hooks) == before
+    assert num_looking() == before
 
 
 def test_an_idle_optimizer_does_not_slow_others_down() -> None:

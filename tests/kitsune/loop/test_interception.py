@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitsune.capture import global_hooks
 from kitsune.capture.global_hooks import without_own
 from kitsune.capture.watch import Interceptor
 from kitsune.loop.interception import ModuleFinder, call_module, take_over
-from tests.kitsune.training import Net
+from tests.kitsune.training import Net, num_looking
 
 
 class Taker:
@@ -34,32 +33,26 @@ class Taker:
         return call_module(module, args, kwargs) * 2
 
 
-def hooks() -> int:
-    """How many look. Optimizers of other tests may, too, and torch knows of one hook for all of them."""
-    return len(global_hooks._own._looks)
-
-
 @pytest.fixture(autouse=True)
 def _no_hook_left_behind() -> Iterator[None]:
-    before = hooks()
+    before = num_looking()
     yield
-    gc.collect()
-    assert hooks() == before
+    assert num_looking() == before
 
 
 X = torch.ones(2, 4)
 
 
 def test_the_outermost_module_is_found_at_its_first_call() -> None:
-    model, taker, before = nn.Sequential(Net()), Taker(), hooks()
+    model, taker, before = nn.Sequential(Net()), Taker(), num_looking()
     finder = ModuleFinder(model[0].last.parameters(), taker)
-    assert hooks() == before + 1
+    assert num_looking() == before + 1
     nn.Linear(4, 4)(X)
     assert taker.modules == []
     model(X)
     model(X)
     assert taker.modules == [model]
-    assert hooks() == before, "the search ends when everything is found"
+    assert num_looking() == before, "the search ends when everything is found"
     finder.stop()
 
 
@@ -119,11 +112,11 @@ def test_the_search_goes_on_while_the_hook_is_away() -> None:
 
 
 def test_the_search_gives_up_some_day() -> None:
-    taker, before = Taker(), hooks()
+    taker, before = Taker(), num_looking()
     finder = ModuleFinder([nn.Parameter(torch.ones(1))], taker)
     for _ in range(100):
         finder.count_step()
-    assert hooks() == before
+    assert num_looking() == before
 
 
 def test_of_two_that_look_for_the_same_parameters_the_newer_one_finds_them() -> None:
@@ -145,11 +138,10 @@ def test_an_older_one_finds_what_a_newer_one_gave_up() -> None:
 
 
 def test_the_search_ends_with_its_taker() -> None:
-    taker, before = Taker(), hooks()
+    taker, before = Taker(), num_looking()
     finder = ModuleFinder(Net().parameters(), taker)
     del taker
-    gc.collect()
-    assert hooks() == before
+    assert num_looking() == before
     finder.stop()
 
 

@@ -301,7 +301,7 @@ def test_a_difference_is_found_beside_an_optimizer_that_trains_on(monkeypatch: p
     monkeypatch.setattr(BackwardGraph, "__call__", wrong)
     found = game.verify()
     assert found.replayed
-    assert ".grad" in found.differences[0].name
+    assert any(one.name.endswith(".grad") for one in found.differences)
 
 
 @pytest.mark.parametrize("change", [None, in_several_steps, together_with_a_layer_of_the_generator])
