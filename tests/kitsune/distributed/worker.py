@@ -61,6 +61,8 @@ class Run:
             options["defer_loss"] = True
         if self.scenario == "verified":
             options["verify"] = 2
+        if self.scenario == "scaled losses in float16":
+            options |= {"enable_amp": True, "amp_dtype": torch.float16}
         return options
 
     def batch(self, index: int, size: int = 6) -> tuple[Tensor, Tensor]:
@@ -148,6 +150,29 @@ def batch_norm_with_buffers_of_the_first_rank(run: Run) -> None:
     run.build(lambda: Net(batch_norm=True))
     for index in range(STEPS):
         run.step(index)
+
+
+@scenario
+def scaled_losses_in_float16(run: Run) -> None:
+    """A loss overflows on one rank; both leave out the update."""
+    run.build()
+    kind = run.device.type
+    scaler = torch.amp.GradScaler(kind, enabled=not run.accelerated)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        x, y = run.batch(index)
+        with torch.autocast(kind, dtype=torch.float16, enabled=not run.accelerated):
+            output = run.model(x)
+        loss = functional.cross_entropy(output.float(), y)
+        if run.rank == 1 and index == 6:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
+        run.note(loss)
+        scaler.step(run.optimizer)
+        scaler.update()
+    scale = run.optimizer.loss_scale if run.accelerated else scaler
+    run.note(torch.tensor(scale.get_scale()))
 
 
 @scenario
