@@ -20,7 +20,7 @@ from kitsune.capture.global_hooks import is_own_away, look_at_calls
 from kitsune.capture.watch import Interceptor
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
-_PATIENCE_STEPS = 20
+PATIENCE_STEPS = 20
 
 
 class CallTaker(Protocol):
@@ -58,8 +58,13 @@ class ModuleFinder:
         _takers.take(self._missing, taker)
         self._taker = weakref.ref(taker)
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._steps_left = _PATIENCE_STEPS
+        self._steps_left = PATIENCE_STEPS
         self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether it looks no further, though not everything was found."""
+        return not self._steps_left and bool(self._missing)
 
     def stop(self) -> None:
         """Looks no further."""
@@ -72,15 +77,20 @@ class ModuleFinder:
         """
         if not self._steps_left or is_own_away() or torch.compiler.is_compiling():
             return
+        if self._missing and self._steps_left == PATIENCE_STEPS:
+            for module in _compiled_in_place():  # their hooks run in what is compiled, where nothing is to be found
+                self._examine(module)
         self._steps_left -= 1
         if not self._steps_left:
             self.stop()
 
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or module in self._examined:
-            return
+        if not torch.compiler.is_compiling():
+            self._examine(module)
+
+    def _examine(self, module: torch.nn.Module) -> None:
         taker = self._taker()
-        if taker is None or not self._missing:
+        if module in self._examined or taker is None or not self._missing:
             return
         self._examined.add(module)
         if isinstance(module, DistributedDataParallel):
@@ -94,6 +104,13 @@ class ModuleFinder:
             self.stop()
         if any(_takers.of(param) in (taker, None) for param in present):
             taker.found(module)
+
+
+def _compiled_in_place() -> list[torch.nn.Module]:
+    """All modules whose `compile` was called."""
+    modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
+    calls = ((one, vars(one).get("_compiled_call_impl")) for one in modules)
+    return [one for one, call in calls if call is not None and not isinstance(call, Interceptor)]
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
-from tests.kitsune.training import FORMS, Batch, Build, Net, Training, adam, batch, compare
+from kitsune.loop.interception import PATIENCE_STEPS
+from tests.kitsune.training import FORMS, Batch, Build, Net, Training, adam, batch, compare, net_and_adam
 
 
 def building(kind: Callable[[], nn.Module]) -> Build:
@@ -283,6 +284,39 @@ def test_a_model_that_is_compiled_already(form: str) -> None:
     training = compare(form, build, replays=0)
     assert training.status().mode == "eager"
     assert "'first' is compiled by torch.compile" in training.status().reason
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_is_compiled_in_place(form: str) -> None:
+    """Nothing sees its calls."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        model.compile(backend="eager")
+        return model, adam(model)
+
+    training = compare(form, build, replays=0)
+    assert training.status().mode == "eager"
+    assert "the model is compiled by torch.compile" in training.status().reason
+
+
+def test_a_model_that_is_called_within_a_compiled_function() -> None:
+    """Nothing sees its calls, and nothing is told until it is clear."""
+    model, plain = net_and_adam()
+    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay")
+    compiled = torch.compile(lambda x: model(x), backend="eager")
+    modes = []
+    for index in range(PATIENCE_STEPS):
+        modes.append(optimizer.status().mode)
+        (x, y), _ = batch(index)
+        optimizer.zero_grad()
+        functional.cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    assert modes == ["idle"] * PATIENCE_STEPS
+    status = optimizer.status()
+    assert status.mode == "eager"
+    assert "no module that owns the optimizer's parameters was called" in status.reason
+    assert status.refusals == (status.reason,)
 
 
 @pytest.mark.parametrize("form", FORMS)
