@@ -282,6 +282,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
 
 
+def compiled_inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` has wrapped as `module`; `module` itself if that is no such wrapper."""
+    inside: torch.nn.Module = module._orig_mod if isinstance(module, eval_frame.OptimizedModule) else module
+    return inside
+
+
 def refuse_dynamo() -> Refusal | None:
     """None if `torch.compile` works at this moment."""
     if config.disable or eval_frame._stance.stance != "default":

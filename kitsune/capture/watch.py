@@ -133,15 +133,27 @@ def bucket_bytes() -> int | None:
 
 class Interceptor(ABC):
     """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
-    Kitsune's own."""
+    Kitsune's own; likewise for what `torch.compile` has made the `forward` of a wrapper."""
 
     @abstractmethod
     def gives_way(self) -> bool:
         """Gives the calls back if nobody is there any more to answer them; whether it did."""
 
 
-def refuse_module(module: torch.nn.Module) -> Refusal | None:
-    """None if `module` is of a kind that can be captured."""
+def refuse_interceptor(interceptor: object, place: str = "the model") -> Refusal | None:
+    """None if nobody answers the calls of a module, in which `interceptor` stands in for them, or gives them back."""
+    if not isinstance(interceptor, Interceptor) or interceptor.gives_way():
+        return None
+    remedy = "give one optimizer all parameters, as groups, or drop the other one"
+    return Refusal(f"the calls of {place} are answered for another KitsuneOptimizer", remedy=remedy)
+
+
+def refuse_module(module: torch.nn.Module, *, may_be_compiled: bool = False) -> Refusal | None:
+    """None if `module` is of a kind that can be captured.
+
+    Args:
+        may_be_compiled: whether it may be compiled as a whole, in place.
+    """
     own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the model"
@@ -151,11 +163,9 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
             )
         if isinstance(part, torch.nn.DataParallel):
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
-        interceptor = part._compiled_call_impl
-        if isinstance(interceptor, Interceptor) and not interceptor.gives_way():
-            remedy = "give one optimizer all parameters, as groups, or drop the other one"
-            return Refusal(f"the calls of {place} are answered for another KitsuneOptimizer", remedy=remedy)
-        if is_compiled(part):
+        if (answered := refuse_interceptor(part._compiled_call_impl, place)) is not None:
+            return answered
+        if is_compiled(part) and not (may_be_compiled and part is module):
             return Refusal(f"{place} is compiled by torch.compile already", remedy="pass the module itself")
         shared = _global_of(part, own)
         if shared is not None:

@@ -63,6 +63,11 @@ def find_alive(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.op
     )
 
 
+def outermost_modules() -> list[torch.nn.Module]:
+    """All that are part of no other."""
+    return _outermost(_of(gc.get_objects(), torch.nn.Module))
+
+
 def _of(objects: Iterable[object], kind: type[T]) -> list[T]:
     """Those of a kind. What they say of it themselves is not asked for: proxies would load what they stand for."""
     return [cast(T, one) for one in objects if issubclass(type(one), kind)]

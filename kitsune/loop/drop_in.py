@@ -15,9 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from kitsune.capture.following import unfollowed
+from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import refuse_closure
-from kitsune.capture.watch import is_reduced, refuse_function_modes, refuse_module, refuse_reducer
+from kitsune.capture.watch import (
+    is_reduced,
+    refuse_function_modes,
+    refuse_interceptor,
+    refuse_module,
+    refuse_reducer,
+)
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, refuse_fusion, refuse_streams, synchronize
 from kitsune.errors import KitsuneError, Refusal, RefusedError
@@ -26,7 +33,7 @@ from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.alive import find_alive
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
-from kitsune.loop.interception import PATIENCE_STEPS, ModuleFinder, call_module, take_over
+from kitsune.loop.interception import PATIENCE_STEPS, ModuleFinder, TakenOver, call_module
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
 from kitsune.loop.scaling import LossScale, ScaledLosses
 from kitsune.loop.split_step import SplitStep
@@ -72,9 +79,10 @@ class DropInLoop:
         self._update = UpdateStep(optimizer, self._gradients, config=config, streams=self._streams, log=log)
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, Call] = {}
+        self._compiled: dict[int, Call] = {}  # of those that torch.compile has compiled, what their calls are
         self._refusals: dict[int, Refusal] = {}
         self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
-        self._give_back: list[Callable[[], None]] = []
+        self._taken: list[TakenOver] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
@@ -85,30 +93,35 @@ class DropInLoop:
         self._number = next(_numbers)
         _loops[self._number] = self
 
-    def found(self, module: torch.nn.Module) -> None:
-        """Takes over the calls of `module`, which the loop calls and which owns trained parameters."""
-        if id(module) in self._modules or id(module) in self._refusals:
+    def found(self, module: torch.nn.Module, *, is_running: bool) -> None:
+        """Takes over the calls of `module`, which owns trained parameters; see `CallTaker`."""
+        inside = compiled_inside(module)
+        key = id(inside)
+        if key in self._modules or key in self._refusals:
             return
-        refusal = refuse_module(module)
+        refusal = refuse_interceptor(vars(module).get("forward")) or refuse_module(inside, may_be_compiled=True)
         if refusal is not None:
             self._log.add(refusal)
-            self._refusals[id(module)] = refusal
+            self._refusals[key] = refusal
             return
-        device, amp = _device(self._optimizer), self._amp_dtype()
-        self._modules[id(module)] = module
-        self._calls[id(module)] = _module_call(module, device.type, amp)
-        self._give_back.append(take_over(module, self))
-        if amp is not None:
-            _run_this_call_under_amp(module, device.type, amp, self._losses)
+        kind, amp = _device(self._optimizer).type, self._amp_dtype()
+        taken = TakenOver(module, self)
+        self._taken.append(taken)
+        self._modules[key] = inside
+        self._calls[key] = _under_amp(_module_call(inside), kind, amp)
+        if taken.compiled is not None:
+            self._compiled[key] = _under_amp(_compiled_call(taken.compiled), kind, amp)
+        if amp is not None and is_running:
+            _run_this_call_under_amp(module, kind, amp, self._losses)
 
     def wraps(self, wrapper: DistributedDataParallel) -> None:
         """Lets `wrapper` reduce the gradients of the module that it is about to call."""
-        refusal = refuse_reducer(wrapper)
+        refusal, inside = refuse_reducer(wrapper), compiled_inside(wrapper.module)
         if refusal is None:
-            self._reduced.add(id(wrapper.module))
+            self._reduced.add(id(inside))
         else:
             self._log.add(refusal)
-            self._refusals[id(wrapper.module)] = refusal
+            self._refusals[id(inside)] = refusal
 
     def _is_wrapped_late(self, module: torch.nn.Module) -> bool:
         """Whether `module` is being called by a wrapper that was not there at its first call."""
@@ -127,9 +140,12 @@ class DropInLoop:
             if output is not None:
                 self._note_call(latest, "replay")
                 return output
-        eager = self._calls[id(module)]
+        plain = self._calls[id(module)]
+        eager = self._compiled.get(id(module), plain)
         args, kwargs = unfollowed(args), unfollowed(kwargs)
-        if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._is_paused or torch.compiler.is_compiling():
+            return plain(args, kwargs)
+        if not torch.is_grad_enabled():
             return eager(args, kwargs)
         if self._is_wrapped_late(module):
             self._log.add(
@@ -140,7 +156,7 @@ class DropInLoop:
             self._log.add(RefusedError(mode, passing=True))
             return eager(args, kwargs)
         key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
-        step = self._latest = self._steps.get(key, partial(self._make, module, eager))
+        step = self._latest = self._steps.get(key, partial(self._make, module, plain))
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -299,8 +315,8 @@ class DropInLoop:
     def close(self) -> None:
         """Gives back all calls, graphs and memory."""
         self._finder.stop()
-        for give_back in self._give_back:
-            give_back()
+        for taken in self._taken:
+            taken.give_back()
         self._steps.clear()
         self._update.release()
         self._latest = None
@@ -355,15 +371,16 @@ class DropInLoop:
         self._log.do_without(refusal)
         return None
 
-    def _make(self, module: torch.nn.Module, eager: Call) -> SplitStep:
+    def _make(self, module: torch.nn.Module, call: Call) -> SplitStep:
         # Nothing here may refer to the loop: it must die with its optimizer.
-        chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer))
+        is_compiled = id(module) in self._compiled
+        chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer), is_compiled=is_compiled)
         config = self._config
         # From the loss on, gradients would not go through the nodes that reduce them, or scale them.
         if id(module) in self._reduced or self._losses is not None:
             config = dataclasses.replace(config, defer_loss=False)
         return SplitStep(
-            module, eager, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
+            module, call, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
         )
 
 
@@ -390,17 +407,27 @@ def _synchronize(optimizer: torch.optim.Optimizer) -> None:
     synchronize(_device(optimizer))
 
 
-def _module_call(module: torch.nn.Module, device_type: str, amp: torch.dtype | None) -> Call:
+def _module_call(module: torch.nn.Module) -> Call:
+    def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return call_module(module, args, kwargs)
+
+    return call
+
+
+def _compiled_call(compiled: Callable[..., Any]) -> Call:
+    def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _under_amp(call: Call, device_type: str, amp: torch.dtype | None) -> Call:
     if amp is None:
-
-        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-            return call_module(module, args, kwargs)
-
         return call
 
     def autocast_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with torch.autocast(device_type, dtype=amp):
-            output = call_module(module, args, kwargs)
+            output = call(args, kwargs)
         return pytree.tree_map(_as_float32, output)
 
     return autocast_call

@@ -4,6 +4,9 @@ A module is found by a global forward pre-hook, which is removed as soon as all 
 accounted for. Its calls are taken over through `Module._compiled_call_impl`, the place that
 `Module.compile()` uses: unlike a patched `forward` it is dropped by deepcopy and pickle, and leaves
 `forward` and the hooks as they are.
+
+What is compiled as a whole is found before it is called: the hook would be compiled with it, and all again without.
+What `torch.compile` has wrapped is called as `forward` of the wrapper, whose own hooks run around that.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from kitsune.capture.frontend import compiled_inside, is_compiled
 from kitsune.capture.global_hooks import is_own_away, look_at_calls
 from kitsune.capture.watch import Interceptor
+from kitsune.loop.alive import outermost_modules
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
 PATIENCE_STEPS = 20
@@ -26,8 +31,8 @@ PATIENCE_STEPS = 20
 class CallTaker(Protocol):
     """What takes over the calls of found modules."""
 
-    def found(self, module: torch.nn.Module) -> None:
-        """`module` is being called for the first time; this call runs as it is."""
+    def found(self, module: torch.nn.Module, *, is_running: bool) -> None:
+        """`module` is the loop's. If it is being called already, for the first time, that call runs as it is."""
 
     def wraps(self, wrapper: DistributedDataParallel) -> None:
         """`wrapper` is being called for the first time, and calls its module next."""
@@ -60,6 +65,7 @@ class ModuleFinder:
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = PATIENCE_STEPS
         self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
+        self._look_at_compiled()
 
     @property
     def has_given_up(self) -> bool:
@@ -77,18 +83,24 @@ class ModuleFinder:
         """
         if not self._steps_left or is_own_away() or torch.compiler.is_compiling():
             return
-        if self._missing and self._steps_left == PATIENCE_STEPS:
-            for module in _compiled_in_place():  # their hooks run in what is compiled, where nothing is to be found
-                self._examine(module)
+        if self._steps_left == PATIENCE_STEPS:
+            self._look_at_compiled()
         self._steps_left -= 1
         if not self._steps_left:
             self.stop()
 
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._examine(module)
+            self._examine(module, is_running=True)
 
-    def _examine(self, module: torch.nn.Module) -> None:
+    def _look_at_compiled(self) -> None:
+        """Finds what is compiled as a whole, and part of nothing else."""
+        if self._missing:
+            for module in outermost_modules():
+                if is_compiled(module) and not isinstance(_call_of(module), Interceptor):
+                    self._examine(module, is_running=False)
+
+    def _examine(self, module: torch.nn.Module, *, is_running: bool) -> None:
         taker = self._taker()
         if module in self._examined or taker is None or not self._missing:
             return
@@ -96,26 +108,19 @@ class ModuleFinder:
         if isinstance(module, DistributedDataParallel):
             taker.wraps(module)
             return
-        if self._only is not None and module not in self._only:
+        if self._only is not None and compiled_inside(module) not in self._only:
             return
         present = self._missing & set(map(id, module.parameters()))
         self._missing -= present
         if not self._missing:
             self.stop()
         if any(_takers.of(param) in (taker, None) for param in present):
-            taker.found(module)
-
-
-def _compiled_in_place() -> list[torch.nn.Module]:
-    """All modules whose `compile` was called."""
-    modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
-    calls = ((one, vars(one).get("_compiled_call_impl")) for one in modules)
-    return [one for one, call in calls if call is not None and not isinstance(call, Interceptor)]
+            taker.found(module, is_running=is_running)
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
-    """Of a wrapper whose calls stay its own, the module that it calls."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    """Of a wrapper the module that it calls."""
+    return compiled_inside(module.module if isinstance(module, DistributedDataParallel) else module)
 
 
 class _Takers:
@@ -142,21 +147,42 @@ class _Takers:
 _takers = _Takers()
 
 
-class _Interceptor(Interceptor):
-    """Stands in for the call of one module, until another taker comes for any of the parameters."""
+def _place(module: torch.nn.Module) -> str:
+    """The attribute that `module` runs by, if it is there, instead of what its class defines."""
+    return "_compiled_call_impl" if compiled_inside(module) is module else "forward"
+
+
+def _call_of(module: torch.nn.Module) -> Any:
+    """What is in that place."""
+    return getattr(module, _place(module))
+
+
+class TakenOver(Interceptor):
+    """Stands in for the call of one module, until another taker comes for any of the parameters.
+
+    Args:
+        module: as the loop calls it, which may be a wrapper of `torch.compile`'s.
+        taker: answers the calls of what is inside of that.
+
+    Attributes:
+        compiled: what `torch.compile` has made of the call; None if it is not compiled.
+    """
 
     def __init__(self, module: torch.nn.Module, taker: CallTaker) -> None:
-        self._module = weakref.ref(module)
+        before = _call_of(module)
+        self.compiled: Callable[..., Any] | None = before.compiled if isinstance(before, TakenOver) else before
+        self._owner, self._module = weakref.ref(module), weakref.ref(compiled_inside(module))
         self._taker = weakref.ref(taker)
         self._params = [id(param) for param in module.parameters() if _takers.of(id(param)) is taker]
         self._changes = _takers.changes
+        setattr(module, _place(module), self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
         assert module is not None
-        if taker is None or (self._changes != _takers.changes and not self._is_newest(taker)):
-            module._compiled_call_impl = None
-            return call_module(module, args, kwargs)
+        if taker is None or not self._is_newest(taker):
+            self.give_back()
+            return call_module(module, args, kwargs) if self.compiled is None else self.compiled(*args, **kwargs)
         return taker.call(module, args, kwargs)
 
     def gives_way(self) -> bool:
@@ -166,31 +192,25 @@ class _Interceptor(Interceptor):
         """
         if self._taker() is not None:
             gc.collect()
-        module = self._module()
-        if self._taker() is not None or module is None:
+        taker = self._taker()
+        if taker is not None and self._is_newest(taker):
             return False
-        module._compiled_call_impl = None
+        self.give_back()
         return True
 
+    def give_back(self) -> None:
+        """Lets calls be what they were, unless somebody else has taken them over since."""
+        owner = self._owner()
+        if owner is not None and _call_of(owner) is self:
+            setattr(owner, _place(owner), self.compiled)
+
     def _is_newest(self, taker: CallTaker) -> bool:
+        if self._changes == _takers.changes:
+            return True
         if not all(_takers.of(param) is taker for param in self._params):
             return False
         self._changes = _takers.changes
         return True
-
-
-def take_over(module: torch.nn.Module, taker: CallTaker) -> Callable[[], None]:
-    """Lets `taker` answer the calls of `module`; returns what gives them back."""
-    interceptor = _Interceptor(module, taker)
-    module._compiled_call_impl = interceptor
-    reference = weakref.ref(module)
-
-    def give_back() -> None:
-        owner = reference()
-        if owner is not None and owner._compiled_call_impl is interceptor:
-            owner._compiled_call_impl = None
-
-    return give_back
 
 
 def call_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -275,7 +275,7 @@ def test_half_precision_parameters(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_that_is_compiled_already(form: str) -> None:
+def test_a_part_that_is_compiled_already(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
         model.first.compile(backend="eager")
@@ -284,20 +284,6 @@ def test_a_model_that_is_compiled_already(form: str) -> None:
     training = compare(form, build, replays=0)
     assert training.status().mode == "eager"
     assert "'first' is compiled by torch.compile" in training.status().reason
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_model_that_is_compiled_in_place(form: str) -> None:
-    """Nothing sees its calls."""
-
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Net()
-        model.compile(backend="eager")
-        return model, adam(model)
-
-    training = compare(form, build, replays=0)
-    assert training.status().mode == "eager"
-    assert "the model is compiled by torch.compile" in training.status().reason
 
 
 def test_a_model_that_is_called_within_a_compiled_function() -> None:

@@ -153,6 +153,17 @@ def batch_norm_with_buffers_of_the_first_rank(run: Run) -> None:
 
 
 @scenario
+def compiled_inside(run: Run) -> None:
+    def net() -> nn.Module:
+        model: nn.Module = torch.compile(Net(), backend="eager")
+        return model
+
+    run.build(net)
+    for index in range(STEPS):
+        run.step(index)
+
+
+@scenario
 def scaled_losses_in_float16(run: Run) -> None:
     """A loss overflows on one rank; both leave out the update."""
     run.build()

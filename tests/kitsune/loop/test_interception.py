@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kitsune.capture.global_hooks import without_own
-from kitsune.capture.watch import Interceptor
-from kitsune.loop.interception import ModuleFinder, call_module, take_over
+from kitsune.loop.interception import ModuleFinder, TakenOver, call_module
 from tests.kitsune.training import Net, num_looking
 
 
@@ -25,7 +24,8 @@ class Taker:
         self.modules: list[nn.Module] = []
         self.calls = 0
 
-    def found(self, module: nn.Module) -> None:
+    def found(self, module: nn.Module, *, is_running: bool) -> None:
+        assert is_running
         self.modules.append(module)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -145,22 +145,22 @@ def test_the_search_ends_with_its_taker() -> None:
     finder.stop()
 
 
-def taken_over() -> tuple[nn.Module, Taker, Any]:
+def taken_over() -> tuple[nn.Module, Taker, TakenOver]:
     model, taker = Net(), Taker()
     ModuleFinder(model.parameters(), taker).stop()
-    return model, taker, take_over(model, taker)
+    return model, taker, TakenOver(model, taker)
 
 
 def test_calls_are_answered_by_the_taker_until_it_gives_them_back() -> None:
-    model, taker, give_back = taken_over()
+    model, taker, taken = taken_over()
     expected = model.forward(X)
     assert torch.equal(model(X), expected * 2)
     assert taker.calls == 1
-    give_back()
+    taken.give_back()
     assert torch.equal(model(X), expected)
     assert taker.calls == 1
     assert model._compiled_call_impl is None
-    give_back()
+    taken.give_back()
 
 
 def test_calls_come_back_when_the_taker_is_gone() -> None:
@@ -173,23 +173,22 @@ def test_calls_come_back_when_the_taker_is_gone() -> None:
 
 
 def test_an_interceptor_gives_way_once_its_taker_was_dropped() -> None:
-    model, taker, _ = taken_over()
-    interceptor = model._compiled_call_impl
-    assert isinstance(interceptor, Interceptor)
-    assert not interceptor.gives_way()
-    assert model._compiled_call_impl is interceptor
+    model, taker, taken = taken_over()
+    assert model._compiled_call_impl is taken
+    assert not taken.gives_way()
+    assert model._compiled_call_impl is taken
     taker.itself = taker  # type: ignore[attr-defined]  # so that it waits for the collector
     del taker
-    assert interceptor.gives_way()
+    assert taken.gives_way()
     assert model._compiled_call_impl is None
 
 
 def test_giving_back_leaves_a_later_owner_alone() -> None:
-    model, _taker, give_back = taken_over()
+    model, _taker, taken = taken_over()
     later = Taker()
     ModuleFinder(model.parameters(), later).stop()
-    take_over(model, later)
-    give_back()
+    TakenOver(model, later)
+    taken.give_back()
     model(X)
     assert later.calls == 1
 

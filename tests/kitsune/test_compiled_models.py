@@ -1,0 +1,210 @@
+"""Loops of models that `torch.compile` has compiled as a whole: the models themselves are captured and replayed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import kitsune
+from kitsune.fallback import Chooser
+from tests.kitsune.training import Net, Training, adam, assert_same, batch, compare
+
+
+class Compiler:
+    """Compiles models, in one of the ways, to what they are.
+
+    Attributes:
+        graphs: how many were compiled.
+        calls: of these.
+    """
+
+    def __init__(self, how: str) -> None:
+        self.how, self.graphs, self.calls = how, 0, 0
+
+    def __call__(self, model: nn.Module) -> Any:
+        if self.how == "wrapped":
+            return torch.compile(model, backend=self._backend)
+        model.compile(backend=self._backend)
+        return model
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = self(Net(dropout=0.5))
+        return model, adam(model)
+
+    def _backend(self, graph: fx.GraphModule, _examples: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return call
+
+
+@pytest.fixture(params=["wrapped", "in place"])
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    torch._dynamo.reset()
+    return Compiler(request.param)
+
+
+@pytest.mark.support(
+    "Models", "compiled as a whole by torch.compile (wrapped, or in place), in a drop-in loop", "replayed"
+)
+@pytest.mark.parametrize("defer_loss", [False, True])
+def test_it_is_replayed(compiler: Compiler, defer_loss: bool) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        training = compare("drop_in", compiler.build, steps=8, replays=7, defer_loss=defer_loss)
+    assert not warned
+    assert training.status().mode == "replay"
+    assert compiler.graphs <= 2, "at most once in each of the two runs"
+    assert compiler.calls == 8 + 1
+
+
+def test_the_loop_may_compile_it_after_it_has_made_its_optimizer(compiler: Compiler) -> None:
+    model, (x, y) = Net(), batch(0)[0]
+    optimizer = kitsune.KitsuneOptimizer(adam(model), mode="replay")
+    compiled = compiler(model)
+    for _ in range(6):
+        optimizer.zero_grad()
+        functional.cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    assert optimizer.status().replays == 4
+
+
+def test_it_may_be_named(compiler: Compiler) -> None:
+    model = Net()
+    compiled = compiler(model)
+    for named in (model, compiled):
+        optimizer, (x, y) = kitsune.KitsuneOptimizer(adam(model), mode="replay", model=named), batch(0)[0]
+        for _ in range(4):
+            optimizer.zero_grad()
+            functional.cross_entropy(compiled(x), y).backward()
+            optimizer.step()
+        assert optimizer.status().replays >= 2
+
+
+def test_what_is_not_replayed_runs_as_it_was_compiled(compiler: Compiler) -> None:
+    training = Training("drop_in", *compiler.build())
+    training.run(4)
+    (x, _), _ = batch(0)
+    before = compiler.calls
+    with torch.no_grad():
+        training.model(x)
+    assert compiler.calls == before + 1
+    training.run(1, lambda index: batch(index, size=3))  # the first of its shape
+    assert compiler.calls == before + 2
+    replays = training.status().replays
+    training.run(2)
+    assert (training.status().replays, compiler.calls) == (replays + 2, before + 2)
+
+
+def test_what_it_was_compiled_to_is_what_replays_are_measured_against(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    begin = Chooser.__init__
+
+    def watched(chooser: Chooser, *args: Any, **options: Any) -> None:
+        made.append(options["is_compiled"])
+        begin(chooser, *args, **options)
+
+    monkeypatch.setattr(Chooser, "__init__", watched)
+    training = Training("drop_in", *compiler.build(), mode="auto")
+    training.run(4)
+    assert made == [True]
+    assert compiler.calls == 4
+    assert training.status().mode == "measuring"
+
+
+def test_hooks_of_the_wrapper_run(compiler: Compiler) -> None:
+    seen: list[torch.Size] = []
+
+    def edit(training: Training, index: int) -> None:
+        if index == 4:
+            training.model.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+
+    compare("drop_in", compiler.build, steps=8, replays=4, edit=edit)
+    assert len(seen) == 2 * 4
+
+
+def test_under_amp_it_computes_what_it_does_by_itself(compiler: Compiler) -> None:
+    def trained(model: nn.Module) -> tuple[Training, list[float]]:
+        training = Training("drop_in", model, adam(model), enable_amp=True)
+        return training, training.run(6)
+
+    torch.manual_seed(3)
+    model = Net()
+    twin = copy.deepcopy(model)
+    (training, losses), (plain, expected) = trained(compiler(model)), trained(twin)
+    assert training.status().replays == plain.status().replays + 1, "it was known before its first call"
+    assert losses == pytest.approx(expected, rel=2e-2)
+
+
+def test_replays_are_verified_against_the_model_itself(compiler: Compiler) -> None:
+    compare("drop_in", compiler.build, steps=6, replays=0, verify=2, reference={})
+    training = Training("drop_in", *compiler.build())
+    training.run(4)
+    calls, (x, y) = compiler.calls, batch(0)[0]
+    found = kitsune.verify(lambda: training.step(x, y), optimizer=training.optimizer)
+    assert found.agrees, found
+    assert compiler.calls == calls
+
+
+def test_it_is_given_back(compiler: Compiler) -> None:
+    model, plain = compiler.build()
+    training = Training("drop_in", model, plain)
+    training.run(4)
+    before, replays = compiler.calls, training.status().replays
+    assert replays > 0
+    reference = weakref.ref(training.optimizer)
+    del training
+    gc.collect()
+    assert reference() is None
+    (x, _), _ = batch(0)
+    model(x)
+    assert compiler.calls == before + 1
+    later = Training("drop_in", model, plain)
+    later.run(4)
+    assert later.status().replays >= 2
+
+
+def test_a_newer_optimizer_takes_it_over(compiler: Compiler) -> None:
+    model, plain = compiler.build()
+    older, newer = Training("drop_in", model, plain), Training("drop_in", model, adam(model))
+    for training in (older, newer, newer, newer):
+        training.run(3)
+    replays = older.status().replays
+    newer.run(3)
+    assert older.status().replays == replays
+    assert newer.status().replays >= 3
+
+
+def test_a_model_and_its_copy_are_trained_apart(compiler: Compiler) -> None:
+    model = compiler(Net())
+    training = Training("drop_in", model, adam(model))
+    training.run(4)
+    before = training.observe()
+    twin = copy.deepcopy(model)
+    other = Training("drop_in", twin, adam(twin))
+    other.run(4)
+    assert_same(training.observe(), before, "the first", gradients=False)
+    replays = training.status().replays
+    training.run(2)
+    assert training.status().replays == replays + 2
+
+
+def test_compiled_as_a_whole_step_it_is_refused(compiler: Compiler) -> None:
+    step = Training("train_step", *compiler.build())
+    step.run(3)
+    assert step.status().replays == 0
+    assert "compiled by torch.compile already; pass the module itself" in step.status().reason
