@@ -5,6 +5,7 @@ None of it has a public reader in `torch`; this module is where it is read.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from abc import ABC, abstractmethod
@@ -97,7 +98,7 @@ def parameter_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:
 
 
 def _global_of(module: torch.nn.Module, own: set[int]) -> str | None:
-    """A global that the code of `forward` names and that is one of the objects `own`, by id.
+    """A global that the code of `forward` reads and that is one of the objects `own`, by id.
 
     Dynamo knows such an object by the attribute where it met it first, and guards that alone.
     """
@@ -105,7 +106,16 @@ def _global_of(module: torch.nn.Module, own: set[int]) -> str | None:
     if not isinstance(forward, types.FunctionType):
         return None
     places = forward.__globals__
-    return next((name for name in forward.__code__.co_names if name in places and id(places[name]) in own), None)
+    own_names = [name for name, value in places.items() if id(value) in own]
+    return next((name for name in own_names if _reads_global(forward.__code__, name)), None)
+
+
+def _reads_global(code: types.CodeType, name: str) -> bool:
+    """Whether `code`, or a function that is defined in it, reads a global; attributes may have the same name."""
+    instructions = dis.get_instructions(code) if name in code.co_names else ()
+    if any(one.opname == "LOAD_GLOBAL" and one.argval == name for one in instructions):
+        return True
+    return any(_reads_global(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))
 
 
 def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
