@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -277,15 +277,14 @@ def _are_needed(guards: Sequence[Any]) -> list[bool]:
     ]
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module` is a wrapper made by `torch.compile`, or was compiled in place."""
-    return isinstance(module, eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` has made `module` of another one, for which Dynamo takes it."""
+    return isinstance(module, eval_frame.OptimizedModule)
 
 
 def compiled_inside(module: torch.nn.Module) -> torch.nn.Module:
     """The module that `torch.compile` has wrapped as `module`; `module` itself if that is no such wrapper."""
-    inside: torch.nn.Module = module._orig_mod if isinstance(module, eval_frame.OptimizedModule) else module
-    return inside
+    return cast(torch.nn.Module, module._orig_mod) if is_wrapper(module) else module
 
 
 def refuse_dynamo() -> Refusal | None:

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
 
-from kitsune.capture.frontend import dynamo_facts, is_compiled, refuse_dynamo
+from kitsune.capture.frontend import dynamo_facts, is_wrapper, refuse_dynamo
 from kitsune.capture.global_hooks import global_hook_facts, refuse_global_hooks
 from kitsune.errors import Refusal
 from kitsune.native.facts import Fact, attribute, contents, result
@@ -79,6 +79,27 @@ def refuse_backward_hooks(module: torch.nn.Module) -> Refusal | None:
     if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return Refusal("a module has backward hooks, which a replay would not run")
     return None
+
+
+def wrappers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The parts of `module` that `torch.compile` has wrapped, as wrappers."""
+    return [part for part in module.modules() if is_wrapper(part)]
+
+
+_WRAPPER_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def refuse_wrapper_hooks(wrappers: Iterable[torch.nn.Module]) -> Refusal | None:
+    """None if no wrapper of `torch.compile`'s has hooks of its own. Dynamo sees none of them."""
+    if any(vars(wrapper)[name] for wrapper in wrappers for name in _WRAPPER_HOOKS):
+        problem = "a module that torch.compile has wrapped has hooks of the wrapper, which a replay would not run"
+        return Refusal(problem, remedy="register them with the module inside")
+    return None
+
+
+def wrapper_hook_facts(wrappers: Iterable[torch.nn.Module]) -> list[Fact]:
+    """What must stay for `refuse_wrapper_hooks` to answer as it does."""
+    return [contents(vars(wrapper)[name]) for wrapper in wrappers for name in _WRAPPER_HOOKS]
 
 
 def refuse_parameter_hooks(params: Iterable[torch.Tensor]) -> Refusal | None:
@@ -158,12 +179,19 @@ def refuse_interceptor(interceptor: object, place: str = "the model") -> Refusal
     return Refusal(f"the calls of {place} are answered for another KitsuneOptimizer", remedy=remedy)
 
 
-def refuse_module(module: torch.nn.Module, *, may_be_compiled: bool = False) -> Refusal | None:
-    """None if `module` is of a kind that can be captured.
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module` is a wrapper made by `torch.compile`, or was compiled in place."""
+    call = module._compiled_call_impl
+    return is_wrapper(module) or (call is not None and not isinstance(call, Interceptor))
 
-    Args:
-        may_be_compiled: whether it may be compiled as a whole, in place.
-    """
+
+def has_compiled_parts(module: torch.nn.Module) -> bool:
+    """Whether any part of `module`, or all of it, is compiled."""
+    return any(map(is_compiled, module.modules()))
+
+
+def refuse_module(module: torch.nn.Module) -> Refusal | None:
+    """None if `module` is of a kind that can be captured."""
     own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the model"
@@ -175,8 +203,6 @@ def refuse_module(module: torch.nn.Module, *, may_be_compiled: bool = False) -> 
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
         if (answered := refuse_interceptor(part._compiled_call_impl, place)) is not None:
             return answered
-        if is_compiled(part) and not (may_be_compiled and part is module):
-            return Refusal(f"{place} is compiled by torch.compile already", remedy="pass the module itself")
         shared = _global_of(part, own)
         if shared is not None:
             problem = f"{place} reaches a part of the model through the global {shared!r}, which may be replaced unseen"

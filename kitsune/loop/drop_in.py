@@ -19,6 +19,7 @@ from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import refuse_closure
 from kitsune.capture.watch import (
+    has_compiled_parts,
     is_reduced,
     refuse_function_modes,
     refuse_interceptor,
@@ -99,7 +100,7 @@ class DropInLoop:
         key = id(inside)
         if key in self._modules or key in self._refusals:
             return
-        refusal = refuse_interceptor(vars(module).get("forward")) or refuse_module(inside, may_be_compiled=True)
+        refusal = refuse_interceptor(vars(module).get("forward")) or refuse_module(inside)
         if refusal is not None:
             self._log.add(refusal)
             self._refusals[key] = refusal
@@ -140,12 +141,10 @@ class DropInLoop:
             if output is not None:
                 self._note_call(latest, "replay")
                 return output
-        plain = self._calls[id(module)]
-        eager = self._compiled.get(id(module), plain)
+        call = self._calls[id(module)]
+        eager = self._compiled.get(id(module), call)
         args, kwargs = unfollowed(args), unfollowed(kwargs)
-        if self._is_paused or torch.compiler.is_compiling():
-            return plain(args, kwargs)
-        if not torch.is_grad_enabled():
+        if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return eager(args, kwargs)
         if self._is_wrapped_late(module):
             self._log.add(
@@ -156,7 +155,7 @@ class DropInLoop:
             self._log.add(RefusedError(mode, passing=True))
             return eager(args, kwargs)
         key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
-        step = self._latest = self._steps.get(key, partial(self._make, module, plain))
+        step = self._latest = self._steps.get(key, partial(self._make, module, call))
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -373,7 +372,7 @@ class DropInLoop:
 
     def _make(self, module: torch.nn.Module, call: Call) -> SplitStep:
         # Nothing here may refer to the loop: it must die with its optimizer.
-        is_compiled = id(module) in self._compiled
+        is_compiled = id(module) in self._compiled or has_compiled_parts(module)
         chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer), is_compiled=is_compiled)
         config = self._config
         # From the loss on, gradients would not go through the nodes that reduce them, or scale them.

@@ -13,7 +13,7 @@ from torch import fx
 from kitsune.background import refuse_recording
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.sole import sole_capture
-from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings
+from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, refuse_wrapper_hooks, wrappers_of
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
@@ -66,6 +66,7 @@ class GuardedStep(ABC):
         self._config, self._log = config, log
         self._budget = CaptureBudget()
         self._guarded: GuardedFunction | None = None
+        self._wrappers: Sequence[torch.nn.Module] = ()  # torch.compile's, in the captured module
 
     @property
     @abstractmethod
@@ -105,7 +106,7 @@ class GuardedStep(ABC):
 
     def _refuse_call(self) -> Refusal | None:
         """None if nothing stands in the way of replaying the present call."""
-        return refuse_surroundings()
+        return refuse_wrapper_hooks(self._wrappers) or refuse_surroundings()
 
     def _refuse_capture(self) -> Refusal | None:
         """None if nothing stands in the way of capturing at the present call."""
@@ -122,6 +123,8 @@ class GuardedStep(ABC):
         return True, result
 
     def _replay(self, replay: Callable[[GuardedFunction], _T]) -> _T:
+        if self._guarded is None:
+            self._wrappers = wrappers_of(self.module)
         refusal = self._refuse_call()
         if refusal is None and self._guarded is None:
             refusal = self._refuse_capture()

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from kitsune.capture.frontend import compiled_inside, is_compiled
+from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.global_hooks import is_own_away, look_at_calls
-from kitsune.capture.watch import Interceptor
+from kitsune.capture.watch import Interceptor, is_compiled
 from kitsune.loop.alive import outermost_modules
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.

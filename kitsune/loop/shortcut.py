@@ -12,7 +12,7 @@ from kitsune.capture.frontend import GuardedFunction, Repetition
 from kitsune.capture.reads import Argument
 from kitsune.capture.state import Binding, hook_facts
 from kitsune.capture.step_program import StepProgram, StepSpec, scaling
-from kitsune.capture.watch import parameter_hook_facts, surrounding_facts
+from kitsune.capture.watch import parameter_hook_facts, surrounding_facts, wrapper_hook_facts, wrappers_of
 from kitsune.loop.by_address import ByAddress
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, Facts, attribute, result
@@ -191,7 +191,8 @@ def _argument_places(sources: Sequence[object]) -> list[tuple[int, int]]:
 
 def call_facts(module: torch.nn.Module, device: torch.device) -> list[Fact]:
     """What must stay around the calls of a module, for the next to run as the present one does."""
-    return [attribute(module, "training"), *ambient_facts(device), *surrounding_facts()]
+    hooks = wrapper_hook_facts(wrappers_of(module))
+    return [attribute(module, "training"), *ambient_facts(device), *surrounding_facts(), *hooks]
 
 
 def _step_facts(num_sources: int, spec: StepSpec, program: StepProgram, recording: ByAddress) -> list[Fact]:

@@ -17,7 +17,7 @@ from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import note_step
 from kitsune.capture.step_program import Phase, StepSpec
-from kitsune.capture.watch import refuse_module
+from kitsune.capture.watch import has_compiled_parts, refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams, synchronize
 from kitsune.errors import KitsuneError, Refusal, RefusedError
@@ -211,7 +211,8 @@ class StepLoop:
         return phase, call_signature(args, kwargs, self._spec.module, self._device)
 
     def _make(self, phase: Phase) -> WholeStep:
-        chooser = Chooser(self._config.mode, partial(synchronize, self._device))
+        is_compiled = has_compiled_parts(self._spec.module)
+        chooser = Chooser(self._config.mode, partial(synchronize, self._device), is_compiled=is_compiled)
         if self._refusal is not None:
             chooser.refuse(self._refusal)
         return WholeStep(

@@ -42,6 +42,17 @@ def test_reopened_it_times_both_again(clock: Clock) -> None:
     assert chooser.next() == "eager"
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_replays_that_are_yet_to_be_fused_may_lose_to_what_is_by_more(is_compiled: bool, clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize, is_compiled=is_compiled)
+    chooser.may_improve = True
+    drive(chooser, clock, lambda choice: 1.0 if choice == "eager" else 1.5)
+    assert (chooser.refusal is None) == is_compiled
+    chooser.will_not_improve()
+    drive(chooser, clock, lambda choice: 1.0 if choice == "eager" else 1.5)
+    assert chooser.refusal is not None
+
+
 @pytest.mark.parametrize(("usual", "has_lost"), [(0.9e-3, False), (1.1e-3, True)])
 def test_short_steps_are_timed_for_a_while_before_they_have_lost_to_earlier_ones(
     usual: float, has_lost: bool, clock: Clock

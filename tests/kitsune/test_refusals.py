@@ -274,18 +274,6 @@ def test_half_precision_parameters(form: str) -> None:
     compare(form, build, batches=lambda index: batch(index, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_part_that_is_compiled_already(form: str) -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Net()
-        model.first.compile(backend="eager")
-        return model, adam(model)
-
-    training = compare(form, build, replays=0)
-    assert training.status().mode == "eager"
-    assert "'first' is compiled by torch.compile" in training.status().reason
-
-
 def test_a_model_that_is_called_within_a_compiled_function() -> None:
     """Nothing sees its calls, and nothing is told until it is clear."""
     model, plain = net_and_adam()

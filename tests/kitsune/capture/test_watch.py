@@ -20,16 +20,13 @@ from kitsune.capture.watch import (
     refuse_module,
     refuse_parameter_hooks,
     refuse_surroundings,
+    refuse_wrapper_hooks,
     surrounding_facts,
+    wrapper_hook_facts,
+    wrappers_of,
 )
 from kitsune.native.build import facts_type
 from tests.kitsune.training import Net
-
-
-def compiled_part() -> nn.Module:
-    model = Net()
-    model.last.compile(backend="eager")
-    return model
 
 
 def special_parameter() -> nn.Module:
@@ -83,8 +80,6 @@ def through_a_global(kind: type[ThroughAGlobal] = ThroughAGlobal) -> nn.Module:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (compiled_part, "module 'last' is compiled"),
-        (lambda: torch.compile(Net(), backend="eager"), "the model is compiled"),
         (lambda: nn.DataParallel(Net()), "the model is a DataParallel"),
         (lambda: nn.Sequential(nn.DataParallel(Net())), "module '0' is a DataParallel"),
         (special_parameter, "the parameter 'first.weight' is a Special"),
@@ -108,6 +103,22 @@ def test_a_plain_module_is_accepted() -> None:
     assert refuse_backward_hooks(model) is None
     assert refuse_parameter_hooks(model.parameters()) is None
     assert refuse_surroundings() is None
+
+
+def test_hooks_of_wrappers_are_looked_at() -> None:
+    model = nn.Sequential(torch.compile(Net(), backend="eager"))
+    wrappers = wrappers_of(model)
+    assert wrappers == [model[0]]
+    facts = facts_type()(wrapper_hook_facts(wrappers))
+    for register in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
+        assert refuse_wrapper_hooks(wrappers) is None
+        assert facts.hold()
+        handle = getattr(model[0], register)(lambda *_: None)
+        refusal = refuse_wrapper_hooks(wrappers)
+        assert refusal is not None
+        assert "hooks of the wrapper" in refusal.reason
+        assert not facts.hold()
+        handle.remove()
 
 
 def test_a_global_that_is_no_part_of_the_model_is_guarded() -> None:
