@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.fallback import Chooser
-from tests.kitsune.training import FORMS, Net, Training, adam, assert_same, batch, compare
+from tests.kitsune.training import FORMS, Batch, Net, Training, adam, assert_same, batch, compare
 
 
 class Layer(nn.Module):
@@ -242,3 +243,20 @@ def test_a_model_and_its_copy_are_trained_apart(compiler: Compiler) -> None:
     replays = training.status().replays
     training.run(2)
     assert training.status().replays == replays + 2
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("form", FORMS)
+def test_it_takes_turns_with_what_inductor_has_made(form: str, mode: str, device: torch.device) -> None:
+    """Whose graphs have memory of their own, and give their outputs for one step."""
+    if device.type == "cpu" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler")
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = torch.compile(Net().to(device), mode=mode)
+        return model, adam(model)
+
+    def batches(index: int) -> Batch:
+        return batch(index, size=6 if index % 5 else 4, device=device.type)
+
+    compare(form, build, steps=40, batches=batches, replays=34, rtol=1e-4, atol=1e-5, reference={})
