@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -94,11 +95,17 @@ class ModuleFinder:
             self._examine(module, is_running=True)
 
     def _look_at_compiled(self) -> None:
-        """Finds what is compiled as a whole, and part of nothing else."""
-        if self._missing:
-            for module in outermost_modules():
-                if is_compiled(module) and not isinstance(_call_of(module), Interceptor):
-                    self._examine(module, is_running=False)
+        """Finds what is compiled as a whole, and part of nothing else.
+
+        Of several wrappers of one module the loop may call either.
+        """
+        if not self._missing:
+            return
+        found = [module for module in outermost_modules() if is_compiled(module)]
+        num_wrappers = Counter(map(compiled_inside, found))
+        for module in found:
+            if num_wrappers[compiled_inside(module)] == 1 and not isinstance(_call_of(module), Interceptor):
+                self._examine(module, is_running=False)
 
     def _examine(self, module: torch.nn.Module, *, is_running: bool) -> None:
         taker = self._taker()

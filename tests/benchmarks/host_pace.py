@@ -11,24 +11,18 @@ it, as the loop sees it, and "device" the time between steps that the host has i
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import kitsune
 import models
-from harness import environment, revisions
 from kitsune.background import wait_until_quiet
 from kitsune.timing.busy import keep_busy
+from tests.benchmarks import command
 
 _BATCHES = 32
 _BLOCKS = 15
@@ -117,47 +111,5 @@ def table(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.host_pace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True)
-    measuring = commands.add_parser("measure", help="measure the parts on this machine's GPU")
-    measuring.add_argument("--model", choices=models.names(), default="mlp")
-    measuring.add_argument("--batch", type=int, default=64)
-    measuring.add_argument("--precision", choices=("fp32", "amp"), default="amp")
-    measuring.add_argument("--rounds", type=int, default=3, help="fresh processes (default: 3)")
-    measuring.add_argument("file", type=Path, help="where the times are written, as JSON")
-    measuring.set_defaults(run=_measure)
-    showing = commands.add_parser("show", help="print what was measured as a Markdown table")
-    showing.add_argument("file", type=Path)
-    showing.set_defaults(run=lambda given: print(table(json.loads(given.file.read_text(encoding="utf-8")))))
-    given = parser.parse_args()
-    given.run(given)
-
-
-def _measure(given: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("what the host does beside a GPU is measured, and there is no CUDA device here")
-    rounds = []
-    for number in range(given.rounds):
-        print(f"round {number + 1} of {given.rounds}", flush=True)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            rounds.append(process.submit(partial(measure, given.model, given.batch, given.precision)).result())
-    document = {
-        "model": given.model,
-        "batch": given.batch,
-        "precision": given.precision,
-        "commit": next(iter(revisions.commits_of("HEAD", Path.cwd())), None),
-        "facts": dict(environment.facts()),
-        "rounds": rounds,
-    }
-    given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    print(table(document))
-
-
 if __name__ == "__main__":
-    main()
+    command.run("tests.benchmarks.host_pace", __doc__, measure, table, model="mlp", batch=64)

@@ -11,16 +11,10 @@ algorithms and the first use of the device among them; "loading" is what torch l
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,11 +23,11 @@ from torch._dynamo import guards
 
 import kitsune
 import models
-from harness import environment, revisions
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.loop import whole_step
 from kitsune.loop.step_loop import StepLoop
 from kitsune.loop.whole_step import WholeStep
+from tests.benchmarks import command
 
 _MOST_STEPS = 50
 
@@ -129,47 +123,5 @@ def table(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.setup_pace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True)
-    measuring = commands.add_parser("measure", help="measure the stages on this machine")
-    measuring.add_argument("--model", choices=models.names(large=True), default="resnet18")
-    measuring.add_argument("--batch", type=int, default=128)
-    measuring.add_argument("--precision", choices=("fp32", "amp"), default="amp")
-    measuring.add_argument("--rounds", type=int, default=3, help="fresh processes (default: 3)")
-    measuring.add_argument("file", type=Path, help="where the times are written, as JSON")
-    measuring.set_defaults(run=_measure)
-    showing = commands.add_parser("show", help="print what was measured as a Markdown table")
-    showing.add_argument("file", type=Path)
-    showing.set_defaults(run=lambda given: print(table(json.loads(given.file.read_text(encoding="utf-8")))))
-    given = parser.parse_args()
-    given.run(given)
-
-
-def _measure(given: argparse.Namespace) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rounds = []
-    for number in range(given.rounds):
-        print(f"round {number + 1} of {given.rounds}, on {device}", flush=True)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            measured = partial(measure, given.model, given.batch, given.precision, device)
-            rounds.append(process.submit(measured).result())
-    document = {
-        "model": given.model,
-        "batch": given.batch,
-        "precision": given.precision,
-        "commit": next(iter(revisions.commits_of("HEAD", Path.cwd())), None),
-        "facts": dict(environment.facts()),
-        "rounds": rounds,
-    }
-    given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    print(table(document))
-
-
 if __name__ == "__main__":
-    main()
+    command.run("tests.benchmarks.setup_pace", __doc__, measure, table, on_cpu=True)

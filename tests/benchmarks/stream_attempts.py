@@ -9,16 +9,11 @@ users have it; with `--unfused` it is as it was captured. Every round is a fresh
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,7 +22,7 @@ from torch import fx
 
 import kitsune
 import models
-from harness import environment, revisions, stats
+from harness import stats
 from kitsune.background import wait_until_quiet
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution import stream_pool
@@ -45,6 +40,7 @@ from kitsune.plan import Cost, Costs, Dependency, Plan, Schedule, TaskGraph, tas
 from kitsune.schedule import DataflowScheduler, simulate
 from kitsune.schedule.cost import measured_costs
 from kitsune.timing.busy import keep_busy
+from tests.benchmarks import command
 
 _TURNS = 15
 _BLOCK_US = 20_000.0
@@ -253,12 +249,12 @@ def _block_us(recording: Recording, inputs: Sequence[torch.Tensor], replays: int
     return start.elapsed_time(end) * 1e3 / replays
 
 
-def measure(model: str, batch: int, precision: str, *, fuse: bool) -> list[Times]:
-    """One round: all attempts that can be recorded, in turns."""
+def measure(model: str, batch: int, precision: str, device: str, *, unfused: bool) -> list[dict[str, Any]]:
+    """One round: the `Times` of all attempts that can be recorded, in turns, on a CUDA device."""
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = 0
-    captured = capture(model, batch, precision)
-    if fuse:
+    captured = capture(model, batch, precision, device)
+    if not unfused:
         captured = fused(captured)
     arenas = MemoryPool()
     with ExitStack() as stack:
@@ -274,14 +270,16 @@ def measure(model: str, batch: int, precision: str, *, fuse: bool) -> list[Times
             kept.append((attempt, planned.plan, recording))
         times = time_blocks([recording for _, _, recording in kept], captured.inputs)
     return [
-        Times(
-            idea=attempt.idea,
-            strategy=made.schedule.strategy,
-            num_streams=made.schedule.num_streams,
-            waits=len(made.schedule.waits),
-            live_bytes=made.memory.live_bytes,
-            predicted_us=made.predicted_us,
-            measured_us=tuple(spans),
+        dataclasses.asdict(
+            Times(
+                idea=attempt.idea,
+                strategy=made.schedule.strategy,
+                num_streams=made.schedule.num_streams,
+                waits=len(made.schedule.waits),
+                live_bytes=made.memory.live_bytes,
+                predicted_us=made.predicted_us,
+                measured_us=tuple(spans),
+            )
         )
         for (attempt, made, _), spans in zip(kept, times, strict=True)
     ]
@@ -310,47 +308,6 @@ def table(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.stream_attempts", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    measuring = commands.add_parser("measure", help="measure all attempts on this machine's GPU")
-    measuring.add_argument("--model", choices=models.names(), default="resnet18")
-    measuring.add_argument("--batch", type=int, default=128)
-    measuring.add_argument("--precision", choices=("fp32", "amp"), default="amp")
-    measuring.add_argument("--rounds", type=int, default=3, help="fresh processes (default: 3)")
-    measuring.add_argument("--unfused", action="store_true", help="the step as it was captured, not fused")
-    measuring.add_argument("file", type=Path, help="where the times are written, as JSON")
-    measuring.set_defaults(run=_measure)
-    showing = commands.add_parser("show", help="print measured attempts as a Markdown table")
-    showing.add_argument("file", type=Path)
-    showing.set_defaults(run=lambda given: print(table(json.loads(given.file.read_text(encoding="utf-8")))))
-    given = parser.parse_args()
-    given.run(given)
-
-
-def _measure(given: argparse.Namespace) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("streams are a matter of GPUs, and there is no CUDA device here")
-    commit = next(iter(revisions.commits_of("HEAD", Path.cwd())), None)
-    rounds = []
-    for number in range(given.rounds):
-        print(f"round {number + 1} of {given.rounds}", flush=True)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            task = partial(measure, given.model, given.batch, given.precision, fuse=not given.unfused)
-            rounds.append(process.submit(task).result())
-    document = {
-        "model": given.model,
-        "batch": given.batch,
-        "precision": given.precision,
-        "fused": not given.unfused,
-        "commit": commit,
-        "facts": dict(environment.facts()),
-        "rounds": [[dataclasses.asdict(entry) for entry in entries] for entries in rounds],
-    }
-    given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    print(table(document))
-
-
 if __name__ == "__main__":
-    main()
+    unfused = {"unfused": "the step as it was captured, not fused"}
+    command.run("tests.benchmarks.stream_attempts", __doc__, measure, table, flags=unfused)

@@ -105,6 +105,17 @@ def test_the_loop_may_compile_it_after_it_has_made_its_optimizer(compiler: Compi
     assert optimizer.status().replays == 4
 
 
+def test_of_several_wrappers_the_one_is_found_that_the_loop_calls() -> None:
+    model, compiler, (x, y) = Net(), Compiler("wrapped"), batch(0)[0]
+    _earlier, called, _later = (torch.compile(model, backend=compiler._backend) for _ in range(3))
+    optimizer = kitsune.KitsuneOptimizer(adam(model), mode="replay")
+    for _ in range(6):
+        optimizer.zero_grad()
+        functional.cross_entropy(called(x), y).backward()
+        optimizer.step()
+    assert optimizer.status().replays == 4
+
+
 def test_it_may_be_named(compiler: Compiler) -> None:
     model = Net()
     compiled = compiler(model)

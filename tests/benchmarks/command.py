@@ -1,0 +1,81 @@
+"""The command of a benchmark of one model's step, each round of which is a process: `measure` writes, `show` reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import models
+from harness import environment, revisions
+
+
+def run(
+    module: str,
+    description: str | None,
+    measure: Callable[..., Any],
+    table: Callable[[Mapping[str, Any]], str],
+    *,
+    model: str = "resnet18",
+    batch: int = 128,
+    on_cpu: bool = False,
+    flags: Mapping[str, str] | None = None,
+) -> None:
+    """Parses the command line, and does what it says.
+
+    Args:
+        module: the benchmark's name, as `python -m` takes it.
+        measure: one round, a function of a module's top level: of a model, a batch size, a precision and a device, and
+            of the flags by their names; its result can be written as JSON.
+        table: a written document as a Markdown table; the results of `measure` are its `rounds`.
+        model, batch: the defaults.
+        on_cpu: whether it can do without a GPU.
+        flags: names of further options, with their help.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    measuring = commands.add_parser("measure", help="measure on this machine")
+    measuring.add_argument("--model", choices=models.names(large=True), default=model)
+    measuring.add_argument("--batch", type=int, default=batch)
+    measuring.add_argument("--precision", choices=("fp32", "amp"), default="amp")
+    measuring.add_argument("--rounds", type=int, default=3, help="fresh processes (default: 3)")
+    for name, text in (flags or {}).items():
+        measuring.add_argument(f"--{name}", action="store_true", help=text)
+    measuring.add_argument("file", type=Path, help="where the times are written, as JSON")
+    measuring.set_defaults(run=partial(_measure, measure, table, on_cpu, tuple(flags or ())))
+    showing = commands.add_parser("show", help="print what was measured as a Markdown table")
+    showing.add_argument("file", type=Path)
+    showing.set_defaults(run=lambda given: print(table(json.loads(given.file.read_text(encoding="utf-8")))))
+    given = parser.parse_args()
+    given.run(given)
+
+
+def _measure(
+    measure: Callable[..., Any],
+    table: Callable[[Mapping[str, Any]], str],
+    on_cpu: bool,
+    flags: tuple[str, ...],
+    given: argparse.Namespace,
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not on_cpu:
+        raise SystemExit("this is about GPUs, and there is no CUDA device here")
+    settings = {name: getattr(given, name) for name in ("model", "batch", "precision", *flags)}
+    rounds = []
+    for number in range(given.rounds):
+        print(f"round {number + 1} of {given.rounds}, on {device}", flush=True)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            rounds.append(process.submit(measure, device=device, **settings).result())
+    commit = next(iter(revisions.commits_of("HEAD", Path.cwd())), None)
+    document = {**settings, "commit": commit, "facts": dict(environment.facts()), "rounds": rounds}
+    given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    print(table(document))
