@@ -135,8 +135,9 @@ class DropInLoop:
         return self._losses.follow(self._answer(module, unfollowed(args), unfollowed(kwargs)))
 
     def _answer(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        latest = self._latest
-        if latest is not None and latest.module is module and not self._is_paused:
+        is_traced = torch.compiler.is_compiling()  # by Dynamo, which is to look no further then
+        latest = None if is_traced or self._is_paused else self._latest
+        if latest is not None and latest.module is module:
             output = latest.repeat(args, kwargs)
             if output is not None:
                 self._note_call(latest, "replay")
@@ -144,7 +145,7 @@ class DropInLoop:
         call = self._calls[id(module)]
         eager = self._compiled.get(id(module), call)
         args, kwargs = unfollowed(args), unfollowed(kwargs)
-        if self._is_paused or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if is_traced or self._is_paused or not torch.is_grad_enabled():
             return eager(args, kwargs)
         if self._is_wrapped_late(module):
             self._log.add(

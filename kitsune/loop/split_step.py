@@ -241,7 +241,6 @@ class SplitStep(GuardedStep):
         facts = [
             attribute(self.chooser, "settled"),
             attribute(self.chooser, "refusal"),
-            result(torch.compiler.is_compiling),
             result(is_reduced),
             *call_facts(self.module, flat[0].device),
             *graphs.forward.facts(len(flat)),

@@ -116,6 +116,34 @@ def test_of_several_wrappers_the_one_is_found_that_the_loop_calls() -> None:
     assert optimizer.status().replays == 4
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_wrapped_after_it_was_replayed_it_runs_as_compiled(fullgraph: bool) -> None:
+    """Dynamo sees the model, and nothing of what stands in for its calls."""
+    torch._dynamo.reset()
+    compiler = Compiler("wrapped")
+
+    def train(model: nn.Module, optimizer: Any) -> list[float]:
+        losses, called = [], model
+        for index in range(12):
+            if index == 6:
+                called = torch.compile(model, backend=compiler._backend, fullgraph=fullgraph)
+            (x, y), _ = batch(index)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(called(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    torch.manual_seed(5)
+    model = Net()
+    twin = copy.deepcopy(model)
+    expected = train(twin, adam(twin))
+    assert train(model, kitsune.KitsuneOptimizer(adam(model), mode="replay")) == expected
+    assert compiler.graphs <= 2
+    assert compiler.calls == 2 * 6
+
+
 def test_it_may_be_named(compiler: Compiler) -> None:
     model = Net()
     compiled = compiler(model)
