@@ -122,6 +122,9 @@ class Binding:
         rule = rule_for(optimizer)
         if isinstance(rule, Refusal):
             raise RefusedError(rule)
+        repeated = _refuse_repeated(optimizer)
+        if repeated is not None:
+            raise RefusedError(repeated)
         self._rule: Rule = rule
         self._optimizer = optimizer
         self._found_inf = found_inf
@@ -405,6 +408,17 @@ class Binding:
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _refuse_repeated(optimizer: torch.optim.Optimizer) -> Refusal | None:
+    """None if every parameter is there once: torch warns of others, and updates them as often as they are there."""
+    ids = list(itertools.chain.from_iterable(_group_ids(optimizer)))
+    if len(set(ids)) == len(ids):
+        return None
+    return Refusal(
+        "the optimizer has a parameter more than once, which torch updates as often",
+        remedy="give it each parameter once",
+    )
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:

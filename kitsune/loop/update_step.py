@@ -14,7 +14,7 @@ import torch
 from kitsune.background import refuse_recording
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
-from kitsune.capture.trace import trace
+from kitsune.capture.trace import same_layout, trace
 from kitsune.capture.watch import is_profiled
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
@@ -228,7 +228,7 @@ class UpdateStep:
         if not params:
             raise RefusedError(Refusal("no parameter has a gradient"), passing=True)
         for param, grad in zip(params, grads, strict=True):
-            if grad.layout is not torch.strided or grad.stride() != param.stride() or grad.dtype != param.dtype:
+            if grad.layout is not torch.strided or grad.dtype != param.dtype or not same_layout(param, grad):
                 raise RefusedError(
                     Refusal(f"a gradient of shape {tuple(grad.shape)} is laid out unlike its parameter"), passing=True
                 )

@@ -226,6 +226,18 @@ def test_an_optimizer_without_a_rule_steps_by_itself(form: str, kind: Kind) -> N
     assert any(f"no update rule for {kind.__name__}" in refusal for refusal in status.refusals)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_that_the_optimizer_has_twice_is_updated_twice(form: str, kind: Kind) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Net()
+        return model, kind([*model.parameters(), *model.last.parameters()], **OPTIONS[kind])  # type: ignore[call-arg]
+
+    training = compare(form, build, replays=0 if form == "train_step" else None)
+    assert any("a parameter more than once" in refusal for refusal in training.status().refusals)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
 @pytest.mark.parametrize("form", FORMS)
 def test_sparse_gradients(form: str, kind: Kind) -> None:

@@ -126,3 +126,13 @@ def test_a_gradient_that_is_missing_or_laid_out_otherwise_is_not_taken_for_what_
         for param, value, grad in zip(model.parameters(), before, grads, strict=True):
             torch.testing.assert_close(param.detach(), value if grad is None else value - 0.1 * grad.to_dense())
     assert all(replayed[:3] + replayed[4:])
+
+
+def test_how_far_apart_the_elements_of_one_are_does_not_matter() -> None:
+    """The second pass of a convolution of one channel strides over it as it likes."""
+    param = torch.nn.Parameter(torch.randn(4, 1, 3, 3))
+    optimizer = sgd(torch.nn.ParameterList([param]))
+    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    param.grad = torch.ones(4, 1, 3, 3).as_strided(param.shape, (9, 1, 3, 1))
+    optimizer.step()
+    assert update.replay(), update.refusal
