@@ -144,6 +144,20 @@ def test_wrapped_after_it_was_replayed_it_runs_as_compiled(fullgraph: bool) -> N
     assert compiler.calls == 2 * 6
 
 
+def test_nothing_is_replayed_while_something_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    training, (x, y) = Training("drop_in", model, adam(model)), batch(0)[0]
+    training.run(6)
+    replays = training.status().replays
+    assert replays == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        training.step(x, y)
+    assert training.status().replays == replays
+    training.step(x, y)
+    assert training.status().replays == replays + 1
+
+
 def test_it_may_be_named(compiler: Compiler) -> None:
     model = Net()
     compiled = compiler(model)

@@ -77,7 +77,6 @@ def moved(step: SplitStep) -> Any:
 CHANGES: dict[str, Callable[[SplitStep], AbstractContextManager[Any]]] = {
     "steps are being timed again": patched(lambda step: step.chooser, "settled", False),
     "they are refused": patched(lambda step: step.chooser, "refusal", Refusal("something")),
-    "something is being compiled": patched(lambda _: torch.compiler, "_is_compiling_flag", True),
     "the module is being wrapped": patched(lambda _: DistributedDataParallel, "_active_ddp_module", object()),
     "its mode": patched(lambda step: step.module, "training", False),
     "a number of its own": patched(lambda step: step.module, "gain", 2.0),
