@@ -14,6 +14,7 @@ import torch._dynamo.guards
 
 from kitsune import fallback
 from kitsune.background import Background, wait_until_quiet
+from kitsune.capture import global_hooks
 from kitsune.fallback import Chooser
 from kitsune.loop import contest, fusing
 from kitsune.loop.whole_step import WholeStep
@@ -86,6 +87,19 @@ def _nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 def _compilers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step that asks for kernels, so that tests know in which step what is fused."""
     monkeypatch.setattr(fusing, "compile_ahead", plans.compile_at_once)
+
+
+@pytest.fixture
+def nobody_else_looks() -> Iterator[None]:
+    """Optimizers of other tests may look for models, and torch warns of the hook for that where it compiles modules."""
+    gc.collect()
+    own = global_hooks._own
+    others = own._looks.copy()
+    own._looks.clear()
+    own._settle()
+    yield
+    own._looks.update(others)
+    own._settle()
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ class Compiler:
 
 
 @pytest.fixture(params=["wrapped", "in place", "wrapped part", "in place part"])
-def compiler(request: pytest.FixtureRequest) -> Compiler:
+def compiler(request: pytest.FixtureRequest, nobody_else_looks: None) -> Compiler:
     torch._dynamo.reset()
     return Compiler(request.param)
 

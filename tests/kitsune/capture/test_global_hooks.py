@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import kitsune
-from kitsune.capture import global_hooks
 from kitsune.capture.global_hooks import global_hook_facts, look_at_calls, refuse_global_hooks, without_own
 from kitsune.native.build import facts_type
 from tests.kitsune.training import FORMS, Net, Training, adam, compare, net_and_adam
@@ -24,17 +22,7 @@ def nothing(*_args: object) -> None:
     """A hook."""
 
 
-@pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Optimizers of other tests may look, too."""
-    gc.collect()
-    own = global_hooks._own
-    others = own._looks.copy()
-    own._looks.clear()
-    own._settle()
-    yield
-    own._looks.update(others)
-    own._settle()
+pytestmark = pytest.mark.usefixtures("nobody_else_looks")
 
 
 @pytest.fixture
