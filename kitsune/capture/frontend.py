@@ -3,7 +3,7 @@
 This is the only module that touches `torch._dynamo`. `torch.compile` with a backend of one's own
 is public. What is not: exceptions that tell the line that could not be captured, the switch that
 guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which
-functions a call runs, and that it asks whether it is being compiled.
+functions a call runs, that it asks whether it is being compiled, and which functions keep their results.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 
@@ -307,7 +308,8 @@ def dynamo_facts() -> list[Fact]:
 def _strict_capture() -> Iterator[_Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
-    Refused is also a model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch.
+    Refused is also a model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So
+    is one of which a function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again.
     What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
@@ -328,9 +330,10 @@ def _strict_capture() -> Iterator[_Called]:
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
     metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
     questions = mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question())
+    keeping = mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results())
     called: _Called = {}
     inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
-    with sole_capture(), without_own(), switches, generators, metrics, questions, inlining:
+    with sole_capture(), without_own(), switches, generators, metrics, questions, keeping, inlining:
         yield called
 
 
@@ -371,6 +374,23 @@ def _refuse_question() -> Callable[[Any], None]:
         mark(frame)
 
     return answer
+
+
+def _refuse_kept_results() -> Any:
+    """What Dynamo calls for a function that is wrapped, as by `functools.lru_cache`."""
+    call: Callable[..., Any] = WrapperUserFunctionVariable.call_function
+
+    def call_function(function: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if not hasattr(function.wrapper_obj, "cache_info"):
+            return call(function, tx, args, kwargs)
+        num_nodes = len(tx.output.graph.nodes)
+        result = call(function, tx, args, kwargs)
+        if len(tx.output.graph.nodes) != num_nodes:
+            name = function.wrapper_obj.__name__
+            raise exc.Unsupported(f"{name}() keeps tensors that it makes, and would make others at every replay")
+        return result
+
+    return call_function
 
 
 def _said_once() -> list[Any]:

@@ -19,6 +19,7 @@ from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.buckets import boundaries
 from kitsune.capture.checkpoints import inline_checkpoints
 from kitsune.capture.cutting import Cut, Root, cut, run_in_stages
+from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
 from kitsune.capture.recomputing import recompute
@@ -104,7 +105,9 @@ def _traced(
         traced[:] = _go_back(stages, roots, inputs, [tensor.requires_grad for tensor in flat], layouts, autocast)
         return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
 
-    module = trace(joint, [*flat, *(layout.empty() for layout in layouts)])
+    tangents = [layout.empty().zero_() for layout in layouts]
+    module = trace(joint, [*flat, *tangents])
+    lay_out_as_foreseen(module, [*flat, *tangents])
     recompute(module.graph, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     used = sorted(root for part in traced for root in part.roots)
     _drop_tangents(module, len(flat), set(used))

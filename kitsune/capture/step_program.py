@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.checkpoints import inline_checkpoints
+from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.recomputing import recompute
 from kitsune.capture.signature import refuse_arguments
 from kitsune.capture.state import Binding
@@ -191,6 +192,7 @@ class _StepTracer:
             return [loss, *kept]
 
         module = trace(step, [*flat, *state])
+        lay_out_as_foreseen(module, [*flat, *state])
         recompute(module.graph, dataflow.placeholders(module.graph)[-1:], self._graph.graph)
         return StepProgram(
             module=module,

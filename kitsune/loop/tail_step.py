@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kitsune.background import refuse_recording
 from kitsune.capture.ambient import autocast_dtype
+from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import trace_tail
 from kitsune.capture.watch import (
@@ -166,6 +167,7 @@ class TailStep:
             outputs = (place for place in range(len(self._program.differentiable)) if place != tail.root)
             wanted = sorted({*outputs, *wanted})
         program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat)
+        lay_out_as_foreseen(program.module, inputs)
         device = inputs[0].device
         gives = device.type == "cuda" and self._config.cuda_graphs and program.results[:1] == (tail.root,)
         given_away = handout(device) if gives else None

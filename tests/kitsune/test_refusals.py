@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import types
@@ -84,6 +85,32 @@ class CompiledByWayOfALibrary(Net):
         return super().forward(x) * (2.0 if is_compiling_in_a_library() else 1.0)
 
 
+@functools.lru_cache
+def kept_noise(size: int) -> Tensor:
+    return torch.randn(size)
+
+
+@functools.lru_cache
+def kept_width(size: int) -> int:
+    return size * 2
+
+
+class Keeping(Net):
+    """What is drawn in the first step is there in all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kept_noise.cache_clear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * kept_noise(3)
+
+
+class KeepingAConstant(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * kept_width(3)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compiled": (Compiled, "torch.compiler.is_compiling()"),
     "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
     "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
+    "a function that keeps a tensor": (Keeping, "kept_noise() keeps tensors"),
 }
 
 
@@ -481,6 +509,7 @@ CAPTURED = {
     "checkpoint": Checkpointed,
     "convolution": Convolutional,
     "channels last": lambda: Convolutional().to(memory_format=torch.channels_last),
+    "a function that keeps a constant": KeepingAConstant,
     "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 8)), nn.Linear(8, 3)),
 }
 
