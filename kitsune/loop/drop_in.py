@@ -34,19 +34,13 @@ from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.alive import find_alive
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
-from kitsune.loop.interception import PATIENCE_STEPS, ModuleFinder, TakenOver, call_module
+from kitsune.loop.interception import ModuleFinder, TakenOver, call_module
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
 from kitsune.loop.scaling import LossScale, ScaledLosses
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
 from kitsune.verification import Difference, Verification
-
-_UNSEEN = Refusal(
-    f"no module that owns the optimizer's parameters was called in the first {PATIENCE_STEPS} steps, unless within a "
-    "function that torch.compile has compiled",
-    remedy="call the module outside of compiled functions",
-)
 
 
 class DropInLoop:
@@ -246,8 +240,8 @@ class DropInLoop:
             self._steps.settle(step)
         self._iteration.clear()
         self._finder.count_step()
-        if self._finder.has_given_up and not self._modules:
-            self._log.add(_UNSEEN)
+        if not self._modules and (refusal := self._finder.refusal()) is not None:
+            self._log.add(refusal)
 
     def verify(self, iteration: Callable[[], Any]) -> Verification:
         """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was.
@@ -352,8 +346,8 @@ class DropInLoop:
             return self._latest.describe()
         if self._refusals:
             return "eager", str(next(iter(self._refusals.values())))
-        if self._finder.has_given_up:
-            return "eager", str(_UNSEEN)
+        if not self._modules and (refusal := self._finder.refusal()) is not None:
+            return "eager", str(refusal)
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
 
     def _can_fuse(self) -> bool:

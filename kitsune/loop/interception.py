@@ -23,10 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.global_hooks import is_own_away, look_at_calls
 from kitsune.capture.watch import Interceptor, is_compiled
+from kitsune.errors import Refusal
 from kitsune.loop.alive import outermost_modules
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
 PATIENCE_STEPS = 20
+
+_REPLACED = Refusal("a KitsuneOptimizer that was made later has all of these parameters, too, and replays the calls")
+_UNCALLED = Refusal(
+    f"no module that owns the optimizer's parameters was called in the first {PATIENCE_STEPS} steps, unless by its "
+    "forward(), or within a function that torch.compile has compiled",
+    remedy="call the module itself, outside of compiled functions",
+)
+_UNOWNED = Refusal("the optimizer's parameters are parts of no module, and what is replayed are calls of modules")
 
 
 class CallTaker(Protocol):
@@ -58,20 +67,27 @@ class ModuleFinder:
         only: Iterable[torch.nn.Module] | None = None,
     ) -> None:
         self._only = None if only is None else weakref.WeakSet(map(_inside, only))
-        self._missing = set(map(id, params))
+        self._params = frozenset(map(id, params))
+        self._missing = set(self._params)
         if self._only is not None:
             self._missing &= {id(param) for module in self._only for param in module.parameters()}
         _takers.take(self._missing, taker)
         self._taker = weakref.ref(taker)
         self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = PATIENCE_STEPS
+        self._given_up: Refusal | None = None
         self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
         self._look_at_compiled()
 
-    @property
-    def has_given_up(self) -> bool:
-        """Whether it looks no further, though not everything was found."""
-        return not self._steps_left and bool(self._missing)
+    def refusal(self) -> Refusal | None:
+        """Of a finder that has found nothing: why there is nothing to be found any more."""
+        taker = self._taker()
+        if self._params and all(_takers.of(param) not in (taker, None) for param in self._params):
+            return _REPLACED
+        if self._given_up is None and self._missing and not self._steps_left:
+            owned = {id(param) for module in outermost_modules() for param in module.parameters()}
+            self._given_up = _UNOWNED if self._missing.isdisjoint(owned) else _UNCALLED
+        return self._given_up
 
     def stop(self) -> None:
         """Looks no further."""

@@ -302,22 +302,56 @@ def test_half_precision_parameters(form: str) -> None:
     compare(form, build, batches=lambda index: batch(index, dtype=torch.bfloat16))
 
 
-def test_a_model_that_is_called_within_a_compiled_function() -> None:
-    """Nothing sees its calls, and nothing is told until it is clear."""
-    model, plain = net_and_adam()
-    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay")
-    compiled = torch.compile(lambda x: model(x), backend="eager")
+@pytest.mark.parametrize(
+    "call", [lambda model: torch.compile(lambda x: model(x), backend="eager"), lambda model: model.forward]
+)
+def test_a_model_whose_calls_nobody_sees(call: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+    """Nothing is told until it is clear."""
+    model = nn.Linear(4, 3)
+    optimizer = kitsune.KitsuneOptimizer(adam(model), mode="replay")
+    called = call(model)
     modes = []
     for index in range(PATIENCE_STEPS):
         modes.append(optimizer.status().mode)
         (x, y), _ = batch(index)
         optimizer.zero_grad()
-        functional.cross_entropy(compiled(x), y).backward()
+        functional.cross_entropy(called(x), y).backward()
         optimizer.step()
     assert modes == ["idle"] * PATIENCE_STEPS
     status = optimizer.status()
     assert status.mode == "eager"
     assert "no module that owns the optimizer's parameters was called" in status.reason
+    assert status.refusals == (status.reason,)
+
+
+def test_parameters_of_no_module() -> None:
+    weight = torch.zeros(3, requires_grad=True)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.Adam([weight]), mode="replay")
+    for _ in range(PATIENCE_STEPS):
+        assert optimizer.status().mode == "idle"
+        optimizer.zero_grad()
+        weight.exp().sum().backward()
+        optimizer.step()
+    status = optimizer.status()
+    assert status.mode == "eager"
+    assert "parts of no module" in status.reason
+    assert status.refusals == (status.reason,)
+
+
+def test_parameters_that_a_later_optimizer_has_too() -> None:
+    """As of a generator that is trained against a discriminator, and then together with it."""
+    model, plain = net_and_adam()
+    first, last = (kitsune.KitsuneOptimizer(one, mode="replay") for one in (plain, adam(model)))
+    for index in range(3):
+        for optimizer in (first, last):
+            (x, y), _ = batch(index)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert last.status().replays > 0
+    status = first.status()
+    assert (status.mode, status.replays) == ("eager", 0)
+    assert "made later" in status.reason
     assert status.refusals == (status.reason,)
 
 
