@@ -12,6 +12,7 @@ import inspect
 import logging
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
+_DATA_DEPENDENT = "Could not guard on data-dependent expression"
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
@@ -394,8 +396,13 @@ def _refuse_kept_results() -> Any:
 
 
 def _said_once() -> list[Any]:
-    """Methods that `transformers` gives to loggers and that do nothing when called again: eager calls came first."""
-    return [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
+    """What says nothing when it is called again, as eager calls came first: methods that `transformers` gives loggers,
+    and warnings, unless a filter shows each of them.
+    """
+    methods = [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
+    if any(action in ("always", "all") for action, *_ in warnings.filters):
+        return methods
+    return [*methods, warnings.warn]
 
 
 def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:
@@ -408,4 +415,7 @@ def _refusal(error: Exception) -> Refusal:
     if stack:
         frame = stack[-1]
         culprit = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    return Refusal(f"the call is not one graph: {first_line(error)}", culprit)
+    problem = first_line(error)
+    if _DATA_DEPENDENT in problem:  # Dynamo tells its names for the value, and how to annotate code for it
+        problem = "what it does depends on a value that it computes"
+    return Refusal(f"the call is not one graph: {problem}", culprit)

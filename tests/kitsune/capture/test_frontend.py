@@ -6,14 +6,17 @@ import functools
 import gc
 import logging
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import config
 
 from kitsune.capture.frontend import GuardedFunction, refuse_dynamo
 from kitsune.errors import Refusal, RefusedError
@@ -106,6 +109,29 @@ def test_what_is_logged_each_time_is_refused() -> None:
 
     call, _ = guarded(function)
     with pytest.raises(RefusedError, match="Logger"):
+        call(torch.ones(2))
+
+
+@pytest.mark.skipif(not hasattr(config, "ignore_logging_functions"), reason="Dynamo ignores loggers alone")
+@pytest.mark.parametrize("action", ["default", "always"])
+def test_warnings_that_are_shown_once_are_in_nobodys_way(action: Literal["default", "always"]) -> None:
+    def function(x: Tensor) -> Tensor:
+        warnings.warn(f"deprecated for {x.shape}", stacklevel=1)
+        return x * 2
+
+    call, _ = guarded(function)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.resetwarnings()
+        warnings.simplefilter(action)
+        function(torch.ones(2))
+        with nullcontext() if action == "default" else pytest.raises(RefusedError, match="not one graph"):
+            assert [call(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
+    assert [str(one.message) for one in shown] == ["deprecated for torch.Size([2])"]
+
+
+def test_what_depends_on_a_value_is_told_without_dynamos_names() -> None:
+    call, _ = guarded(lambda x: x * 2 if x.max().item() > 1 else x)
+    with pytest.raises(RefusedError, match="depends on a value that it computes"):
         call(torch.ones(2))
 
 
