@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
 import types
 import warnings
@@ -39,6 +40,7 @@ from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
 _DATA_DEPENDENT = "Could not guard on data-dependent expression"
+_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep  # where it has its own forms of Python's functions
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
@@ -413,7 +415,8 @@ def _refusal(error: Exception) -> Refusal:
     stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
     culprit = None
     if stack:
-        frame = stack[-1]
+        own = [frame for frame in stack if not frame.filename.startswith(_DYNAMO)]
+        frame = (own or stack)[-1]
         culprit = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
     problem = first_line(error)
     if _DATA_DEPENDENT in problem:  # Dynamo tells its names for the value, and how to annotate code for it

@@ -135,6 +135,17 @@ def test_what_depends_on_a_value_is_told_without_dynamos_names() -> None:
         call(torch.ones(2))
 
 
+def test_the_culprit_is_a_line_of_the_users() -> None:
+    """Of `all` Dynamo has a form of its own."""
+
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if all(x > 0) else x
+
+    call, _ = guarded(function)
+    with pytest.raises(RefusedError, match=r"test_frontend\.py:\d+ in function: return x \* 2 if all"):
+        call(torch.ones(2))
+
+
 class Interceptions:
     """Counts the calls that go through Dynamo's interception of frames."""
 
