@@ -215,17 +215,19 @@ class CaptureBudget:
     def __init__(self) -> None:
         self.captures = 0
 
-    def spend(self, replays: int) -> None:
+    def spend(self, replays: int, cause: Refusal | None = None) -> None:
         """Counts one capture.
+
+        Args:
+            cause: why what was captured before is no longer of use.
 
         Raises:
             RefusedError: there were too many for the number of replays so far.
         """
         self.captures += 1
         if self.captures > _FREE_CAPTURES + replays // _REPLAYS_PER_CAPTURE:
-            raise RefusedError(
-                Refusal(f"it would have to be captured a {self.captures}th time after {replays} replays")
-            )
+            text = f"it would have to be captured a {self.captures}th time after {replays} replays"
+            raise RefusedError(Refusal(text if cause is None else f"{text}: {cause.reason}"))
 
 
 class RefusalLog:

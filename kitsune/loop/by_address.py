@@ -119,6 +119,10 @@ class ByAddress:
         """As `Recording.fits`."""
         return self._copying.fits(inputs)
 
+    def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
+        """As `Recording.misfit`."""
+        return self._copying.misfit(inputs, module)
+
     def facts(self, count: int) -> list[Fact]:
         """As `Recording.facts`."""
         return self._copying.facts(count)

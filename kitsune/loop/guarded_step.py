@@ -133,7 +133,7 @@ class GuardedStep(ABC):
         if self._guarded is not None:
             return replay(self._guarded)
         with sole_capture():
-            self._budget.spend(self.replays)
+            self._budget.spend(self.replays, self.declined)
             started = time.perf_counter()
             try:
                 self._guarded = GuardedFunction(self._call, self._run)

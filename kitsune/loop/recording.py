@@ -127,6 +127,19 @@ class Recording:
             and [tensor.requires_grad for tensor in tensors] == self._trained[:count]
         )
 
+    def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
+        """What of `inputs` is the first not to fit, by its name in `module`, for a refusal."""
+        names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        tensors = [inputs[place] for place in self._stable[: bisect.bisect_left(self._stable, len(inputs))]]
+        captured = zip(tensors, self._ids, self._addresses, self._trained, strict=False)
+        for tensor, known, address, trained in captured:
+            name = names.get(id(tensor), "a parameter or a buffer")
+            if id(tensor) == known and tensor.data_ptr() != address:
+                return f"the memory of {name} (as by assigning its .data)"
+            if id(tensor) != known or tensor.requires_grad != trained:
+                return name
+        return "a parameter or a buffer"
+
     def facts(self, count: int) -> list[Fact]:
         """What must stay, beside the stable ones among the first `count` inputs, for these to fit as they do."""
         tensors = self._tensors[: bisect.bisect_left(self._stable, count)]

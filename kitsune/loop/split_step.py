@@ -271,8 +271,9 @@ class SplitStep(GuardedStep):
         if self._graphs is None:
             self._graphs = self._record(graph, flat)
         elif not self._graphs.forward.fits(flat):
+            changed = self._graphs.forward.misfit(flat, self.module)
             self.release()
-            raise RefusedError(Refusal("a parameter or a buffer changed since the capture"), passing=True)
+            raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
         elif self._graphs.program.autocast != self._autocast:
             self.release()
             raise RefusedError(_other_autocast(), passing=True)

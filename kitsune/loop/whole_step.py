@@ -486,8 +486,9 @@ class WholeStep(GuardedStep):
         program, contest, scaler = self._program, self._contest, self._spec.scaler
         assert contest is not None and program is not None
         # The optimizer's tensors, the most of `program.state`, are looked at below.
-        if not contest.winner.fits(flat if scaler is None else [*flat, *program.state]):
-            return "a parameter or a buffer"
+        inputs = flat if scaler is None else [*flat, *program.state]
+        if not contest.winner.fits(inputs):
+            return contest.winner.misfit(inputs, self.module)
         if scaler is not None and (
             program.scaling != scaling(scaler) or not same_tensors(program.scale, scaler_tensors(scaler))
         ):

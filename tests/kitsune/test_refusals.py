@@ -324,6 +324,28 @@ def test_a_model_whose_calls_nobody_sees(call: Callable[[nn.Module], Callable[[T
     assert status.refusals == (status.reason,)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_an_average_of_the_weights_that_takes_other_memory_each_time(form: str) -> None:
+    """As a teacher's, which learns slowly from the student. The reason says of what."""
+
+    class Taught(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(4, 3).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) - self.teacher(x)
+
+    def average(training: Training, _index: int) -> None:
+        weight = training.model.teacher.weight
+        weight.data = 0.9 * weight.data + 0.01
+
+    training = compare(form, building(Taught), steps=16, edit=average, replays=4)
+    reason = training.status().reason
+    assert "a 5th time" in reason
+    assert "the memory of teacher.weight" in reason
+
+
 def test_parameters_of_no_module() -> None:
     weight = torch.zeros(3, requires_grad=True)
     optimizer = kitsune.KitsuneOptimizer(torch.optim.Adam([weight]), mode="replay")
