@@ -34,6 +34,7 @@ from torch._dynamo.variables.misc import RandomVariable
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
+from kitsune.capture.returned_inputs import take_returned_inputs
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 from kitsune.native.build import facts_type
@@ -103,6 +104,7 @@ class GuardedFunction:
         self._direct: _Direct | None = None
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
+        self._returned: tuple[int | None, ...] = ()  # see `take_returned_inputs`
         self._called = facts_type()([])
         self._called_facts: tuple[Fact, ...] = ()
         self._thread = threading.local()
@@ -185,12 +187,13 @@ class GuardedFunction:
         assert self._graph is not None
         if getattr(self._thread, "ends_early", False):
             raise _EndedEarly(self._graph, flat)
-        return run(self._graph, flat)
+        results = iter(run(self._graph, flat))
+        return [next(results) if place is None else flat[place] for place in self._returned]
 
     def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
-        self._graph = graph
+        self._graph, self._returned = graph, take_returned_inputs(graph)
 
 
 class _EndedEarly(Exception):
