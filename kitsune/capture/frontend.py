@@ -34,7 +34,7 @@ from torch._dynamo.variables.misc import RandomVariable
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
-from kitsune.capture.returned_inputs import take_returned_inputs
+from kitsune.capture.result_views import take_views
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 from kitsune.native.build import facts_type
@@ -104,7 +104,7 @@ class GuardedFunction:
         self._direct: _Direct | None = None
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
-        self._returned: tuple[int | None, ...] = ()  # see `take_returned_inputs`
+        self._ends: fx.GraphModule | None = None  # see `take_views`
         self._called = facts_type()([])
         self._called_facts: tuple[Fact, ...] = ()
         self._thread = threading.local()
@@ -174,7 +174,9 @@ class GuardedFunction:
 
         None where calls do more than to run the graph and to return its result, or where that cannot be told.
         """
-        repetition = None if self._direct is None else self._direct.repetition(args, kwargs)
+        if self._direct is None or self._ends is not None:
+            return None
+        repetition = self._direct.repetition(args, kwargs)
         if repetition is None:
             return None
         return replace(repetition, facts=(*repetition.facts, *self._called_facts))
@@ -187,13 +189,13 @@ class GuardedFunction:
         assert self._graph is not None
         if getattr(self._thread, "ends_early", False):
             raise _EndedEarly(self._graph, flat)
-        results = iter(run(self._graph, flat))
-        return [next(results) if place is None else flat[place] for place in self._returned]
+        results = run(self._graph, flat)
+        return results if self._ends is None else self._ends(*results, *flat)
 
     def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
-        self._graph, self._returned = graph, take_returned_inputs(graph)
+        self._graph, self._ends = graph, take_views(graph)
 
 
 class _EndedEarly(Exception):

@@ -620,6 +620,28 @@ def test_a_backward_pass_twice(name: str) -> None:
     compare("drop_in", building(CAPTURED[name]), loop=loop, steps=5, rtol=1e-6, atol=1e-7)
 
 
+class Variational(nn.Module):
+    """Returns the halves of what a layer gives, and what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + torch.randn_like(mean) * (log_variance / 2).exp()), mean, log_variance
+
+
+@pytest.mark.parametrize("options", [{}, {"defer_loss": True}], ids=str)
+def test_outputs_that_are_views_of_one_tensor(options: dict[str, bool]) -> None:
+    def loss_fn(outputs: tuple[Tensor, Tensor, Tensor], y: Tensor) -> Tensor:
+        logits, mean, log_variance = outputs
+        divergence = (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
+        return functional.cross_entropy(logits, y) + divergence
+
+    compare("drop_in", building(Variational), loss_fn=loss_fn, steps=8, rtol=1e-6, atol=1e-7, **options)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tensor_kept_by_the_model(form: str) -> None:
     class Keeping(Net):
