@@ -24,6 +24,7 @@ from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
 from kitsune.capture.recomputing import recompute
 from kitsune.capture.signature import refuse_arguments
+from kitsune.capture.sums import add_out_of_place
 from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
@@ -78,6 +79,7 @@ def trace_split(
     if refusal is not None:
         raise RefusedError(refusal)
     inline_checkpoints(graph)
+    add_out_of_place(graph)
     heads = [
         result for result in dataflow.outputs(graph.graph) if result is not None and _example(result).requires_grad
     ]

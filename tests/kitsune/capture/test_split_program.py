@@ -257,7 +257,7 @@ class InPlace(nn.Module):
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        loss, logits = torch.zeros(()), self.layer(x)
+        loss, logits = torch.zeros(1), self.layer(x)
         loss.add_(logits.square().mean())
         return loss, logits
 

@@ -36,6 +36,24 @@ class WithLoss(nn.Module):
         return functional.cross_entropy(self.drop(logits), y), logits
 
 
+class Summed(nn.Module):
+    """The loss is added up in place: from zero, and with a penalty that is an output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 3)])
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.layers[0](x).tanh()
+        logits, penalty = self.layers[1](hidden), hidden.square().mean()
+        loss = x.new_zeros(())
+        for factor in (1.0, 2.0):
+            loss += functional.cross_entropy(logits * factor, y)
+        loss += 0.1 * penalty
+        loss /= 2
+        return loss, logits, penalty
+
+
 class Aside(nn.Module):
     """The loss also depends on what the logits are computed from, on their last layer, and on layers of its own."""
 
@@ -86,6 +104,7 @@ class Mean(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": partial(WithLoss, 0.5),
     "aside": Aside,
+    "summed": Summed,
     "chain": Chain,
     "mean": Mean,
 }
@@ -93,7 +112,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def parts(outputs: Any) -> tuple[Tensor, Tensor]:
     """The loss, and the output that it is computed from."""
-    return (outputs["loss"], outputs["states"][-1]) if isinstance(outputs, dict) else outputs
+    return (outputs["loss"], outputs["states"][-1]) if isinstance(outputs, dict) else outputs[:2]
 
 
 def note(training: Training, **tensors: Tensor | None) -> None:
