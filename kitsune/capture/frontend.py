@@ -40,7 +40,6 @@ from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
-_DATA_DEPENDENT = "Could not guard on data-dependent expression"
 _DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep  # where it has its own forms of Python's functions
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -416,6 +415,13 @@ def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise exc.Unsupported("numbers drawn from a random.Random object would be the same at every replay")
 
 
+_SWITCHED_OFF = {
+    "trace_numpy": Refusal("NumPy is called", remedy="use math or torch"),
+    "trace_autograd_ops": Refusal("gradients are computed in the call (torch.autograd.grad)"),
+}
+"""What Dynamo would have the user switch on, which would change nothing here."""
+
+
 def _refusal(error: Exception) -> Refusal:
     stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
     culprit = None
@@ -423,7 +429,13 @@ def _refusal(error: Exception) -> Refusal:
         own = [frame for frame in stack if not frame.filename.startswith(_DYNAMO)]
         frame = (own or stack)[-1]
         culprit = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-    problem = first_line(error)
-    if _DATA_DEPENDENT in problem:  # Dynamo tells its names for the value, and how to annotate code for it
-        problem = "what it does depends on a value that it computes"
-    return Refusal(f"the call is not one graph: {problem}", culprit)
+    said, remedy = first_line(error), None
+    for switch, refusal in _SWITCHED_OFF.items():
+        if switch in said:
+            said, remedy = refusal.reason, refusal.remedy
+    if "data-dependent expression" in said:
+        said = "what Python does depends on the values of a tensor"
+    if "marked as skipped" in said:  # the next line says which function
+        said = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
+        said = said.strip().removeprefix("Explanation: ")
+    return Refusal(f"the call is not one graph: {said}", culprit, remedy)

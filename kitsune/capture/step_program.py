@@ -18,6 +18,7 @@ from kitsune.capture.state import Binding
 from kitsune.capture.trace import gradients, interpret, own_gradients, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
+from kitsune.graph.verify import source_line
 
 Phase = Literal["whole", "accumulate", "last"]
 
@@ -114,8 +115,13 @@ def trace_step(
         RefusedError: the step cannot be captured.
     """
     inline_checkpoints(graph)
-    if len(dataflow.outputs(graph.graph)) != 1:
-        raise RefusedError(Refusal("the step leaves tensors behind beside the loss, in attributes or containers"))
+    results = dataflow.outputs(graph.graph)
+    if not results:  # the loss is an input
+        raise RefusedError(Refusal("the loss does not depend on any parameter that requires a gradient"))
+    if len(results) > 1:
+        place = None if results[1] is None else source_line(results[1])
+        left = "the step leaves tensors behind beside the loss, in attributes or containers"
+        raise RefusedError(Refusal(left, place))
     known = {id(tensor) for tensor in (*spec.module.parameters(), *spec.module.buffers(), *spec.params())}
     stable = {position for position, tensor in enumerate(flat) if id(tensor) in known}
     refusal = refuse_arguments(flat)

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kitsune.capture.recomputing import BACKWARD
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
-from kitsune.graph.verify import refuse_graph
+from kitsune.graph.verify import innermost_line, refuse_graph
 
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
 
@@ -35,12 +37,21 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, AssertionError) as error:
         # Fake tensors stand for the user's values, so any operator may object in its own way.
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-        raise RefusedError(Refusal(f"tracing failed: {type(error).__name__}: {reason}")) from error
+        raise RefusedError(_refusal(error)) from error
     refusal = refuse_graph(module.graph)
     if refusal is not None:
         raise RefusedError(refusal)
     return module
+
+
+def _refusal(error: Exception) -> Refusal:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, GuardOnDataDependentSymNode):
+        causes = [line.removeprefix("Caused by:").strip(" ()") for line in lines if line.startswith("Caused by:")]
+        return Refusal("what Python does depends on the values of a tensor", causes[0] if causes else None)
+    if isinstance(error, DynamicOutputShapeException):
+        return Refusal(f"the result of {error.func} has a size that depends on data")
+    return Refusal(f"tracing failed: {type(error).__name__}: {lines[0] if lines else ''}", innermost_line(lines))
 
 
 def interpret(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -72,7 +83,10 @@ def gradients(
     """
     within = torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None)
     with within, fx.traceback.annotate(BACKWARD):
-        return list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
+        grads: list[torch.Tensor | None] = list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
+    if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+        raise RefusedError(Refusal("a gradient is sparse", remedy="embeddings have dense ones with sparse=False"))
+    return grads
 
 
 def own_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -32,7 +33,11 @@ _ASSERTIONS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_asyn
 
 def source_line(node: fx.Node) -> str | None:
     """The innermost line of the user's source that led to `node`, where tracing recorded one."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return innermost_line([line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()])
+
+
+def innermost_line(lines: Sequence[str]) -> str | None:
+    """The last place in a traceback, given in lines without spaces around, and the code there."""
     places = [position for position, line in enumerate(lines) if line.startswith("File ")]
     return ": ".join(lines[places[-1] : places[-1] + 2]) if places else None
 

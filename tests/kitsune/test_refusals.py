@@ -111,6 +111,29 @@ class KeepingAConstant(Net):
         return super().forward(x) * kept_width(3)
 
 
+class Rounding(Net):
+    """Asks NumPy for a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / float(np.sqrt(x.shape[1]))
+
+
+class Selected(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nonzero(x[:, 0] > 0)
+        return super().forward(x) * (1.0 if rows.numel() == 0 else 2.0)
+
+
+class Energy(Net):
+    """Returns the gradient of its sum, as models of forces do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+        return energy + force[:, :3]
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +163,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mask": (Selecting, "x[mask]"),
     "counter": (Counting, "captured a 5th time"),
     "lstm": (Recurrent, "LSTM"),
+    "numpy": (Rounding, "use math or torch"),
+    "size": (Selected, "depends on the values of a tensor"),
+    "gradients in the call": (Energy, "gradients are computed in the call"),
     "compiled": (Compiled, "torch.compiler.is_compiling()"),
     "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
     "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
@@ -252,7 +278,8 @@ def test_sparse_gradients(form: str) -> None:
         (_, y), _ = batch(index)
         return (y, y), {}
 
-    compare(form, build, batches=batches, replays=0, rtol=1e-6, atol=1e-7)
+    training = compare(form, build, batches=batches, replays=0, rtol=1e-6, atol=1e-7)
+    assert "a gradient is sparse" in training.status().reason
 
 
 @torch.library.custom_op("kitsune_tests::triple", mutates_args=())
@@ -695,7 +722,10 @@ def test_a_forward_that_collects_an_auxiliary_loss() -> None:
         training.optimizer.step()
         return loss.detach()
 
-    compare("train_step", building(Penalized), step={"forward": forward}, reference={"loop": loop}, replays=0)
+    training = compare(
+        "train_step", building(Penalized), step={"forward": forward}, reference={"loop": loop}, replays=0
+    )
+    assert "self.penalty = hidden.square().mean()" in training.status().reason
 
 
 def test_grad_mode_off_in_the_callers_context() -> None:
