@@ -109,8 +109,8 @@ def _traced(
 
     tangents = [layout.empty().zero_() for layout in layouts]
     module = trace(joint, [*flat, *tangents])
-    lay_out_as_foreseen(module, [*flat, *tangents])
     recompute(module.graph, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
+    lay_out_as_foreseen(module, [*flat, *tangents])
     used = sorted(root for part in traced for root in part.roots)
     _drop_tangents(module, len(flat), set(used))
     forward, parts = partition(module, len(flat), len(results), [part.renumbered(used, len(flat)) for part in traced])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import kitsune
-from kitsune.capture import recomputing
+from kitsune.capture import foreseen_layouts, recomputing
 from kitsune.capture.checkpoints import checkpoint_of, inline_checkpoints
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.split_program import trace_split
@@ -400,6 +404,51 @@ def test_it_trains_at_all() -> None:
         model, optimizer = build(call)
         losses.append(Training("train_step", model, optimizer).run(6))
     assert losses[0] == losses[1]
+
+
+class Living(TorchDispatchMode):
+    """How many bytes of what operators make within are alive, and were at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known.update(one.untyped_storage() for one in pytree.tree_leaves(args) if isinstance(one, Tensor))
+        result = func(*args, **(kwargs or {}))
+        for one in pytree.tree_leaves(result):
+            if isinstance(one, Tensor) and (storage := one.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self._count(storage.nbytes())
+                weakref.finalize(storage, self._count, -storage.nbytes())
+        return result
+
+    def _count(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+def most_at_capture(form: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes that the run which tells layouts has alive at most."""
+    living, find = Living(), foreseen_layouts._find
+
+    def within(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        with living:
+            return find(module, inputs)
+
+    monkeypatch.setattr(foreseen_layouts, "_find", within)
+    torch.manual_seed(0)
+    model = Blocks(call)
+    training = Training(form, model, sgd(model))
+    training.run(6, partial(batch, size=1 << 12))
+    assert training.status().mode == "replay"
+    return living.most
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_capture_takes_less_memory(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert most_at_capture(form, once, monkeypatch) < 0.8 * most_at_capture(form, plainly, monkeypatch)
 
 
 # On a GPU

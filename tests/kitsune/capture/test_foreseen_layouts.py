@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.trace import trace
@@ -72,6 +73,12 @@ class Rolled(nn.Module):
         return self.head(self.layer(x).roll(1, 1).flatten(1))
 
 
+class RolledInCheckpoint(Rolled):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(lambda x: self.layer(x).roll(1, 1).sin().roll(1, 2).cos(), x, use_reentrant=False)
+        return self.head(inner.flatten(1))
+
+
 class Positions(nn.Module):
     """Learned positions that are interpolated, as for images of other sizes. Their gradient is laid out otherwise."""
 
@@ -86,7 +93,7 @@ class Positions(nn.Module):
         return self.head((self.layer(x).flatten(2).transpose(1, 2) + positions).flatten(1))
 
 
-@pytest.mark.parametrize("kind", [Rolled, Positions])
+@pytest.mark.parametrize("kind", [Rolled, RolledInCheckpoint, Positions])
 @pytest.mark.parametrize("form", FORMS)
 def test_models_with_such_results(form: str, kind: type[nn.Module]) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
