@@ -7,6 +7,9 @@ Stages are apart from one another: "plain steps" are those that run as plain PyT
 algorithms and the first use of the device among them; "loading" is what torch loads of itself for a first capture;
 "Dynamo" has the model's Python code become a graph, without "guards"; "tracing" makes it the graph of the whole step;
 "recording" records and replays that; "rest" is all else. Every round is a process, and finds what is in the caches.
+
+cuDNN looks for the fastest algorithms among as many as torch has it try, or with `--exhaustive` among all of them, as
+the harness lets it do for all variants: that is a part of the plain steps.
 """
 
 from __future__ import annotations
@@ -81,13 +84,15 @@ class Stages:
         self._since = now
 
 
-def measure(model: str, batch: int, precision: str, device: str = "cuda") -> dict[str, float]:
+def measure(model: str, batch: int, precision: str, device: str = "cuda", exhaustive: bool = False) -> dict[str, float]:
     """Seconds of each stage, and of all of them.
 
     Raises:
         RuntimeError: the step is not replayed.
     """
     torch.backends.cudnn.benchmark = True
+    if exhaustive:
+        torch.backends.cudnn.benchmark_limit = 0
     workload = models.build(model, seed=0)
     module = workload.module.to(device)
     args = workload.batch(batch, index=0, device=torch.device(device))
@@ -97,7 +102,7 @@ def measure(model: str, batch: int, precision: str, device: str = "cuda") -> dic
     with stages.watched():
         started = time.perf_counter()
         optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate)
-        step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=precision == "amp", mode="replay")
+        step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=precision == "amp")
         for _ in range(_MOST_STEPS):
             step(*args)
             wait()
@@ -113,8 +118,9 @@ def table(document: Mapping[str, Any]) -> str:
     """The stages as a Markdown table: of each the median of the rounds, and its share."""
     rounds: list[dict[str, float]] = document["rounds"]
     medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    search = ", exhaustive search" if document["exhaustive"] else ""
     lines = [
-        f"{document['model']}, batch {document['batch']}, {document['precision']}, commit {document['commit']}",
+        f"{document['model']}, batch {document['batch']}, {document['precision']}{search}, commit {document['commit']}",
         "",
         "| until the first replay | s | |",
         "|---|--:|--:|",
@@ -124,4 +130,5 @@ def table(document: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    command.run("tests.benchmarks.setup_pace", __doc__, measure, table, on_cpu=True)
+    search = {"exhaustive": "cuDNN tries all of its algorithms in the plain steps"}
+    command.run("tests.benchmarks.setup_pace", __doc__, measure, table, on_cpu=True, flags=search)

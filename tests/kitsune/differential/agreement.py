@@ -22,22 +22,22 @@ from tests.kitsune.training import Observation
 UNITS = 4
 
 
-def run_both(program: Program, form: str, kind: type[Run] = Run) -> tuple[list[str], Run]:
-    """Runs a program by hand and in `form`.
+def run_both(program: Program, form: str, kind: type[Run] = Run, device: str = "cpu") -> tuple[list[str], Run]:
+    """Runs a program by hand and in `form` on a device.
 
     Returns:
         What differs, in the first iteration where anything does; and the run in `form`, which is of that `kind`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if program.static_memory:
+        if program.static_memory and device == "cpu":
             static_memory.install(patch)
-        return _run_both(program, form, kind)
+        return _run_both(program, form, kind, device)
 
 
-def _run_both(program: Program, form: str, kind: type[Run]) -> tuple[list[str], Run]:
-    eager = Run(program, "eager")
+def _run_both(program: Program, form: str, kind: type[Run], device: str) -> tuple[list[str], Run]:
+    eager = Run(program, "eager", device)
     wanted = list(eager.iterations())
-    run = kind(program, form)
+    run = kind(program, form, device)
     rounds = program.rounds_differently(form)
     for index, (seen, other) in enumerate(zip(run.iterations(), wanted, strict=True)):
         differences = disagreements(seen.observed, other, rounds=rounds, ignored=_ignored(run, other))
@@ -100,12 +100,12 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
-        and torch.allclose(one.double(), other.double(), rtol=0, atol=0, equal_nan=True)
+        and torch.allclose(one.double().cpu(), other.double().cpu(), rtol=0, atol=0, equal_nan=True)
     )
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    return (one.double() - other.double()).abs().max().item() if one.shape == other.shape else float("inf")
+    return (one.double().cpu() - other.double().cpu()).abs().max().item() if one.shape == other.shape else float("inf")
 
 
 def _brief(value: Tensor | None) -> str:

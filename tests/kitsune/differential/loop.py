@@ -47,15 +47,15 @@ class Run:
         skipped: whether the scaler has skipped the update of the present iteration.
     """
 
-    def __init__(self, program: Program, form: str) -> None:
-        self.program = program
+    def __init__(self, program: Program, form: str, device: str = "cpu") -> None:
+        self.program, self._device = program, device
         torch.manual_seed(program.seed)
-        model = programs.Model(program)
+        model = programs.Model(program).to(device)
         plain = programs.build_optimizer(program, model)
         options: dict[str, Any] = {} if form == "eager" else {"max_graphs": program.max_graphs}
         if form == "drop_in":
             options["defer_loss"] = program.defer_loss
-        self.scaler = None if program.scaler is None else torch.amp.GradScaler("cpu", **program.scaler)
+        self.scaler = None if program.scaler is None else torch.amp.GradScaler(device, **program.scaler)
         step = {
             "forward": lambda model, x, y: programs.loss_of(program, model, x, y)[1],
             "accumulate": program.micro_batches,
@@ -66,7 +66,7 @@ class Run:
         self.training = Training(form, model, plain, step=step, **options)
         make = None if program.scheduler is None else programs.SCHEDULERS[program.scheduler]
         self.scheduler = None if make is None else make(self.training.optimizer)
-        self.test_batch = program.test_batch()
+        self.test_batch = program.test_batch().to(device)
         self.notes: dict[str, Tensor] = {}
         self.kept: list[Tensor] = []
         self.updates = True
@@ -92,7 +92,7 @@ class Run:
 
     def batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """What an iteration trains on."""
-        return self.program.batches(index)
+        return [(x.to(self._device), y.to(self._device)) for x, y in self.program.batches(index)]
 
     def update(self, index: int) -> None:
         """The update of an iteration."""

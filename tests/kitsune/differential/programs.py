@@ -249,7 +249,7 @@ def loss_of(program: Program, model: nn.Module, x: Tensor, y: Tensor) -> tuple[T
     # With autocast's cache, the gradients of a shared weight are added up in bfloat16 by hand, in float32 by a replay.
     cache = not shares_weights(program.layers)
     dtype = getattr(torch, program.autocast or "bfloat16")
-    with torch.autocast("cpu", dtype, enabled=program.autocast is not None, cache_enabled=cache):
+    with torch.autocast(x.device.type, dtype, enabled=program.autocast is not None, cache_enabled=cache):
         output = model(x)
         losses = [LOSSES[name](model, output, y) for name in program.losses]
         return output, sum(losses[1:], losses[0])

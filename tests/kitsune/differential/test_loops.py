@@ -20,6 +20,8 @@ from tests.kitsune.training import FORMS, Training, adam, batch
 
 NUM_PROGRAMS = {"drop_in": 130, "train_step": 6}  # captures of a whole step take longer
 MANY_PROGRAMS = {"drop_in": 500, "train_step": 150}
+GPU_PARTS = 16  # of which each may have a process of its own
+GPU_PROGRAMS = {"drop_in": 100, "train_step": 25}  # in each
 LEAST_SHARE = 0.5
 WRONG_AT = 3
 
@@ -56,7 +58,7 @@ def collect() -> None:
     gc.freeze()
 
 
-def check(form: str, num_programs: int, **options: bool) -> Counter[str]:
+def check(form: str, num_programs: int, device: str = "cpu", **options: bool) -> Counter[str]:
     """That many programs, most of whose iterations must have been replayed, or agreement means little.
 
     Args:
@@ -72,7 +74,7 @@ def check(form: str, num_programs: int, **options: bool) -> Counter[str]:
     @settings(max_examples=num_programs, suppress_health_check=[HealthCheck.too_slow], **options)
     @given(programs(form))
     def runs_alike(program: Program) -> None:
-        differences, run = run_both(program, form)
+        differences, run = run_both(program, form, device=device)
         if differences:
             note(str(run.training.status()))
         assert not differences
@@ -101,6 +103,15 @@ def test_a_loop_runs_as_without_kitsune(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_many_loops_run_as_without_kitsune(form: str) -> None:
     check(form, MANY_PROGRAMS[form])
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(GPU_PARTS))
+@pytest.mark.parametrize("form", FORMS)
+def test_loops_on_a_gpu_run_as_without_kitsune(form: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    check(form, GPU_PROGRAMS[form], "cuda")
 
 
 def test_a_weight_used_twice_under_autocast_has_a_gradient_as_accurate_as_by_hand(seed: int) -> None:
