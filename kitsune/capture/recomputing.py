@@ -26,7 +26,7 @@ BACKWARD = {_MARK: True}
 """How nodes of the backward pass are annotated while they are traced, so that it is known where it begins."""
 
 
-def recompute(graph: fx.Graph, tangents: Sequence[fx.Node], source: fx.Graph) -> None:
+def recompute(module: fx.GraphModule, tangents: Sequence[fx.Node], source: fx.Graph) -> None:
     """Lets the backward pass of a traced graph use values of checkpoints that are computed for it.
 
     Args:
@@ -38,6 +38,7 @@ def recompute(graph: fx.Graph, tangents: Sequence[fx.Node], source: fx.Graph) ->
     """
     if all(checkpoint_of(node) is None for node in source.nodes):
         return
+    graph = module.graph
     nodes = list(graph.nodes)
     early = list(takewhile(lambda node: _MARK not in node.meta.get("custom", {}), nodes))
     members: dict[Checkpoint, list[fx.Node]] = {}
@@ -53,6 +54,7 @@ def recompute(graph: fx.Graph, tangents: Sequence[fx.Node], source: fx.Graph) ->
         _refuse(checkpoint, region)
         _recompute(graph, region, early, late, order)
     refresh(graph)
+    module.recompile()
 
 
 def _dependent(nodes: Iterable[fx.Node], tangents: Sequence[fx.Node]) -> list[fx.Node]:

@@ -109,7 +109,7 @@ def _traced(
 
     tangents = [layout.empty().zero_() for layout in layouts]
     module = trace(joint, [*flat, *tangents])
-    recompute(module.graph, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
+    recompute(module, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     lay_out_as_foreseen(module, [*flat, *tangents])
     used = sorted(root for part in traced for root in part.roots)
     _drop_tangents(module, len(flat), set(used))

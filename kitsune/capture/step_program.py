@@ -198,7 +198,7 @@ class _StepTracer:
             return [loss, *kept]
 
         module = trace(step, [*flat, *state])
-        recompute(module.graph, dataflow.placeholders(module.graph)[-1:], self._graph.graph)
+        recompute(module, dataflow.placeholders(module.graph)[-1:], self._graph.graph)
         lay_out_as_foreseen(module, [*flat, *state])
         return StepProgram(
             module=module,

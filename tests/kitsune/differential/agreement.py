@@ -38,7 +38,7 @@ def _run_both(program: Program, form: str, kind: type[Run], device: str) -> tupl
     eager = Run(program, "eager", device)
     wanted = list(eager.iterations())
     run = kind(program, form, device)
-    rounds = program.rounds_differently(form)
+    rounds = program.rounds_differently(form, device)
     for index, (seen, other) in enumerate(zip(run.iterations(), wanted, strict=True)):
         differences = disagreements(seen.observed, other, rounds=rounds, ignored=_ignored(run, other))
         if differences:

@@ -80,12 +80,14 @@ class Program:
     def names(self) -> set[str]:
         return {*self.habits, *(name for _, name in self.events)}
 
-    def rounds_differently(self, form: str) -> bool:
+    def rounds_differently(self, form: str, device: str) -> bool:
         """Whether what is captured of an update may round in another way than the optimizer itself.
 
-        Kitsune's has the arithmetic of `fused=True`, or one of its own where hyperparameters change but for the rate;
-        where clipping is captured, norms are summed in another order.
+        Kitsune's has the arithmetic of `fused=True` on a CPU, or one of its own where hyperparameters change but for
+        the rate; where clipping is captured, norms are summed in another order.
         """
+        if device != "cpu":
+            return True
         if form == "train_step" and self.clip is not None:
             return True
         return not self.options.get("fused") or self.scheduler in CYCLING or bool(self.names() & CONSTANTS)
