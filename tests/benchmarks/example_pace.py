@@ -24,12 +24,12 @@ from examples.run import Run
 from harness import environment, revisions
 
 EXAMPLES: Mapping[str, str] = {
-    "mnist": "--synthetic --epochs 15",
-    "mnist --optimizer adam": "--synthetic --epochs 15",
+    "mnist": "--synthetic --epochs 8",
+    "mnist --optimizer adam": "--synthetic --epochs 8",
     "cifar10_loop": "--synthetic --epochs 15",
-    "chargpt": "--iterations 2000 --eval-interval 1000000",
-    "gan": "--iterations 6000",
-    "text": "--epochs 40",
+    "chargpt": "--iterations 1000 --eval-interval 1000000",
+    "gan": "--iterations 4000",
+    "text": "--epochs 30",
     "finetune": "--batches 600",
 }
 """Their names, with what tells runs of one example apart, and the options that make them long enough."""
