@@ -80,7 +80,7 @@ def assert_one_step_alike(run: Run, eager: Run) -> None:
     for name in wanted:
         allowed = 10 * max(distance(other[name], wanted[name]) for other in rounded)
         unit = torch.finfo(torch.float32).eps * state[name].double().norm().item() if name in state else 1e-6
-        assert distance(found[name], wanted[name]) <= allowed + unit, name
+        assert distance(found[name], wanted[name]) <= allowed + unit, f"{name}\n{run.status()}\n{run.status().plan}"
 
 
 def one_step(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:

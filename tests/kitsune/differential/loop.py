@@ -20,7 +20,7 @@ CLIP = 0.5
 
 
 class Exact(NamedTuple):
-    """A result in float64, and the largest element that it has or had before: rounding errors are in proportion."""
+    """A result in float64, and the largest finite one that it has or had before: rounding errors are in proportion."""
 
     value: Tensor
     scale: float
@@ -215,7 +215,7 @@ def update_in_float64(training: Training, clip: Callable[[list[Tensor]], None], 
 
 
 def _largest(value: Tensor) -> float:
-    return value.abs().max().item()
+    return value.abs().where(value.isfinite(), 0.0).max().item()
 
 
 def _named(model: nn.Module, tensors: Mapping[int, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
