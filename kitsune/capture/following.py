@@ -1,7 +1,8 @@
 """Tensors that tell a follower what is done with them, some of them before they have a value.
 
 This is the only module that makes tensor subclasses. `_make_wrapper_subclass` and `DisableTorchFunctionSubclass` are
-what torch's documentation of subclasses uses; they have no public names.
+what torch's documentation of subclasses uses; they have no public names. Nor has the mark by which Dynamo leaves out
+what calls of torch's functions do with them: the public decorator calls a dozen functions more in each.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from kitsune.capture.layout import TensorLayout
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 plainly = torch._C.DisableTorchFunctionSubclass
 """Inside, followed tensors are tensors like others."""
@@ -46,6 +50,13 @@ class Follower(Protocol):
         """Computes what is pending, and follows no further."""
 
 
+def _never_compiled(function: _Function) -> _Function:
+    """Has Dynamo run a function, and whatever that calls, as Python does, as `torch.compiler.disable` has it."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 class FollowedTensor(Tensor):
     """A tensor of which `follower` knows by the name `place`. It is a tensor like others in all else.
 
@@ -57,7 +68,7 @@ class FollowedTensor(Tensor):
     place: int | None
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_never_compiled
     def __torch_function__(
         cls,
         function: Callable[..., Any],

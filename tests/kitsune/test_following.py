@@ -8,11 +8,13 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -366,6 +368,32 @@ def test_a_loss_made_otherwise(name: str, device: torch.device) -> None:
         return stepped(loop, loss_of(loop.model(x), y)).detach()
 
     alike(body, device)
+
+
+def test_nothing_of_what_follows_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where compiled functions leave something to Python, Dynamo looks at all that this calls."""
+    compiled_code: list[CodeType] = []
+    compile_code = convert_frame._compile
+
+    def watched(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        compiled_code.append(code)
+        return compile_code(code, *args, **kwargs)
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        out.tolist()
+        return functional.cross_entropy(out * 2, y)
+
+    compiled_loss_of = torch.compile(loss_of, backend="eager")
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        return stepped(loop, compiled_loss_of(loop.model(x), y)).detach()
+
+    monkeypatch.setattr(convert_frame, "_compile", watched)
+    alike(body, torch.device("cpu"))
+    files = [code.co_filename for code in compiled_code]
+    assert __file__ in files
+    assert not [name for name in files if name.endswith("following.py") and name != __file__], files
 
 
 class Listening(TorchFunctionMode):
