@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ LONG = ("mobilenet_v2", "densenet121", "efficientnet_b0")
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in ZOO]
 REASONS = {"lstm": "RNN, GRU, or LSTM"}
 STEPS = 6
+NUM_BATCHES = 3
 LEARNING_RATE = 1e-3  # with larger ones rounding decides what becomes of some of them
 
 
@@ -70,27 +72,38 @@ def assert_alike(found: Run, wanted: Run) -> None:
 def assert_one_step_alike(run: Run, eager: Run) -> None:
     """From where `run` has come to, as after many steps rounding makes a difference of its own.
 
-    What the step changes must be what eager's changes, but for some times what rounding makes of that: what becomes
-    of it where every parameter is off by about as much as rounding takes away.
+    What a step changes must be what eager's changes, but for some times what rounding makes of that: what becomes
+    of it where every parameter is off by about as much as rounding takes away. With most batches, that is: where an
+    activation is next to a bend of its function, rounding decides on which side, and for the gradients of all layers
+    before.
     """
     state = copy.deepcopy(run.model.state_dict())
-    found, wanted = (one_step(one, state) for one in (run, eager))
+    excesses = [excess(run, eager, state, index) for index in range(NUM_BATCHES)]
+    middle = {name: statistics.median(one[name] for one in excesses) for name in excesses[0]}
+    assert max(middle.values()) <= 1, f"{middle}\n{run.status()}\n{run.status().plan}"
+
+
+def excess(run: Run, eager: Run, state: dict[str, Tensor], index: int) -> dict[str, float]:
+    """By name, what a step with that batch changes otherwise than eager's, relative to what is allowed."""
+    found, wanted = (one_step(one, state, index) for one in (run, eager))
     generator = torch.Generator(run.device).manual_seed(0)
-    rounded = [one_step(eager, off_by_rounding(state, generator)) for _ in range(3)]
+    rounded = [one_step(eager, off_by_rounding(state, generator), index) for _ in range(3)]
+    result = {}
     for name in wanted:
         allowed = 10 * max(distance(other[name], wanted[name]) for other in rounded)
         unit = torch.finfo(torch.float32).eps * state[name].double().norm().item() if name in state else 1e-6
-        assert distance(found[name], wanted[name]) <= allowed + unit, f"{name}\n{run.status()}\n{run.status().plan}"
+        result[name] = distance(found[name], wanted[name]) / max(allowed + unit, 1e-30)
+    return result
 
 
-def one_step(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a step changes of `state`, by name, and its loss."""
+def one_step(run: Run, state: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    """What a step with that batch changes of `state`, by name, and its loss."""
     run.model.load_state_dict(state)
-    run.losses = []
+    run.losses = [torch.zeros(())] * index
     torch.manual_seed(1)
     run.train(1)
     after = run.model.state_dict()
-    return {"loss": run.losses[0], **{name: after[name].detach() - state[name] for name in state}}
+    return {"loss": run.losses[-1], **{name: after[name].detach() - state[name] for name in state}}
 
 
 def off_by_rounding(state: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
