@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 import models
-from harness import environment, revisions
+from harness import environment, worktree
+
+_ROOT = Path(__file__).parents[2]
 
 
 def run(
@@ -59,6 +61,17 @@ def run(
     given.run(given)
 
 
+def origin() -> dict[str, Any]:
+    """What figures are of: the commit, with a word of changes on top of it, or None without git; and the machine."""
+    try:
+        measured = worktree.snapshot(_ROOT, ["."])
+    except worktree.WorktreeError:
+        commit = None
+    else:
+        commit = f"{measured.head}, with changes" if measured.is_changed else measured.head
+    return {"commit": commit, "facts": dict(environment.facts())}
+
+
 def _measure(
     measure: Callable[..., Any],
     table: Callable[[Mapping[str, Any]], str],
@@ -75,7 +88,6 @@ def _measure(
         print(f"round {number + 1} of {given.rounds}, on {device}", flush=True)
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             rounds.append(process.submit(measure, device=device, **settings).result())
-    commit = next(iter(revisions.commits_of("HEAD", Path.cwd())), None)
-    document = {**settings, "commit": commit, "facts": dict(environment.facts()), "rounds": rounds}
+    document = {**settings, **origin(), "rounds": rounds}
     given.file.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(table(document))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.run import Run
-from harness import environment, revisions
+from tests.benchmarks import command
 
 EXAMPLES: Mapping[str, str] = {
     "mnist": "--synthetic --epochs 8",
@@ -106,11 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(line(name, runs) for name, runs in document["examples"].items()))
         return
     found = measure(options.example or list(EXAMPLES), options.rounds)
-    document = {
-        "commit": next(iter(revisions.commits_of("HEAD", Path.cwd())), None),
-        "facts": dict(environment.facts()),
-        "examples": found,
-    }
+    document = {**command.origin(), "examples": found}
     options.file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

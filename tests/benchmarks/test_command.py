@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_rounds_are_written_and_shown(
     capsys.readouterr()
     run(monkeypatch, "show", str(file))
     assert capsys.readouterr().out == "2 rounds of 16\n"
+
+
+def test_changes_on_top_of_the_commit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@localhost"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(command, "_ROOT", tmp_path)
+    assert command.origin()["commit"] is None
+    git("init")
+    git("commit", "--allow-empty", "--message", "first")
+    head = git("rev-parse", "HEAD")
+    assert command.origin()["commit"] == head
+    (tmp_path / "new.py").touch()
+    assert command.origin()["commit"] == f"{head}, with changes"
 
 
 def test_without_a_gpu_nothing_is_measured_that_needs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

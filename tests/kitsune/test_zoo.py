@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def excess(run: Run, eager: Run, state: dict[str, Tensor], index: int) -> dict[s
     for name in wanted:
         allowed = 10 * max(distance(other[name], wanted[name]) for other in rounded)
         unit = torch.finfo(torch.float32).eps * state[name].double().norm().item() if name in state else 1e-6
-        result[name] = distance(found[name], wanted[name]) / max(allowed + unit, 1e-30)
+        relative = distance(found[name], wanted[name]) / max(allowed + unit, 1e-30)
+        result[name] = math.inf if math.isnan(relative) else relative  # which no median or maximum would tell
     return result
 
 
