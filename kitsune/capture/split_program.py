@@ -7,7 +7,8 @@ values that the backward pass reads. The backward pass has a part for each node 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +30,11 @@ from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.graph.values import mode_of, value
+from kitsune.kernels.casts import is_dense
+from kitsune.kernels.images import FLOATS
 
 _as_strided = torch.ops.aten.as_strided.default
+_cast_many = torch.ops.kitsune.cast_many.default
 
 
 @dataclass(frozen=True)
@@ -230,15 +234,33 @@ def _copy_further_inputs(graph: fx.Graph, num_inputs: int, saved_inputs: Sequenc
     late = [node for node in graph.nodes if node in depends and node.op == "call_function"]
     own = [node for node in late if depends[node] <= set(roots)]
     read = dict.fromkeys(argument for node in own for argument in node.all_input_nodes if argument not in depends)
-    for one in read:
-        if not dataflow.storages(one).isdisjoint(further):
-            # At the end of the forward pass; a view may have been taken only then. No input is written any later.
-            place = late[0] if order[one] < order[late[0]] else one.next
-            copy = _call_before(place, torch.ops.aten.clone.default, (one,))
-            one.replace_all_uses_with(copy, delete_user_cb=lambda user: user in own)
+    copied = [one for one in read if not dataflow.storages(one).isdisjoint(further)]
+    # At the end of the forward pass; a view may have been taken only then. No input is written any later.
+    in_time = [one for one in copied if order[one] < order[late[0]]]
+    copies = dict(zip(in_time, _copies_before(late[0], in_time), strict=True)) if in_time else {}
+    copies |= {one: _copies_before(one.next, [one])[0] for one in copied if one not in copies}
+    for one, copy in copies.items():
+        one.replace_all_uses_with(copy, delete_user_cb=lambda user: user in own)
 
 
-def _call_before(place: fx.Node, target: torch._ops.OpOverload, args: tuple[Any, ...]) -> fx.Node:
+def _copies_before(place: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
+    """Copies of `values`, in one launch for all that can be: they are as small as biases."""
+    kinds: dict[object, list[fx.Node]] = {}
+    for one in values:
+        tensor = one.meta["val"]
+        together = tensor.dtype in FLOATS and is_dense(tensor)
+        kinds.setdefault((tensor.dtype, tensor.device) if together else one, []).append(one)
+    copies: dict[fx.Node, fx.Node] = {}
+    for kind in kinds.values():
+        if len(kind) > 1:
+            made = _call_before(place, _cast_many, (kind, kind[0].meta["val"].dtype))
+            copies |= {one: _call_before(place, operator.getitem, (made, index)) for index, one in enumerate(kind)}
+        else:
+            copies[kind[0]] = _call_before(place, torch.ops.aten.clone.default, (kind[0],))
+    return [copies[one] for one in values]
+
+
+def _call_before(place: fx.Node, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
     node.meta["val"] = value(mode_of(place.graph), target, args, {})

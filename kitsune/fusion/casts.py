@@ -1,4 +1,4 @@
-"""Templates for small operators on many tensors: parameters that autocast casts, counters that advance."""
+"""Templates for small operators on many tensors: parameters and gradients that are cast, counters that advance."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ kitsune = torch.ops.kitsune
 _MOST_COUNTED = 64
 """Elements of a counter: several small ones take one launch, large ones keep a device busy by themselves."""
 
+_MOST_CAST_BYTES = 2**24
+"""Of a result that is cast with others: a larger one takes much longer than a launch, and what it is cast from would be
+kept until the others are there."""
+
 Kind = Callable[[fx.Node], Hashable]
 """What nodes that may go together have in common; None for a node that may go with none."""
 
@@ -31,11 +35,35 @@ def parameters(node: fx.Node) -> Iterator[Match]:
     if len(nodes) < 2:
         return
 
-    def build(builder: Builder) -> list[fx.Node]:
-        sources = [cast.args[0] for cast in nodes]
-        return builder.results(builder.call(kitsune.cast_many.default, sources, node.meta["val"].dtype))
+    yield _cast_together("casts of many inputs", nodes)
 
-    yield Match.of("casts of many inputs", nodes, nodes, build)
+
+def results(node: fx.Node) -> Iterator[Match]:
+    """Casts that the graph returns, such as those of gradients: all from one type to another, once the last is there.
+
+    Those of a part of the graph that must be over before another may begin stay apart.
+    """
+    kind = _result_cast(node)
+    if kind is None:
+        return
+    found: dict[fx.Node, None] = {}
+    for one in node.graph.nodes:
+        if one.op != "output" and any(argument in found for argument in one.all_input_nodes):
+            if node in found:
+                break
+            found = {}
+        if _result_cast(one) == kind:
+            found[one] = None
+    if len(found) > 1 and node is next(iter(found)):
+        yield _cast_together("casts of many results", list(found))
+
+
+def _cast_together(name: str, casts_: list[fx.Node]) -> Match:
+    def build(builder: Builder) -> list[fx.Node]:
+        sources = [cast.args[0] for cast in casts_]
+        return builder.results(builder.call(kitsune.cast_many.default, sources, casts_[0].meta["val"].dtype))
+
+    return Match.of(name, casts_, casts_, build)
 
 
 def counters(node: fx.Node) -> Iterator[Match]:
@@ -90,14 +118,26 @@ def _group(first: fx.Node, kind: Kind) -> list[fx.Node]:
 
 
 def _cast(node: fx.Node) -> Hashable:
+    kind = _types_of_cast(node)
+    if kind is None or node.all_input_nodes[0].op != "placeholder":
+        return None
+    return kind if only_user(node, aten.constant_pad_nd.default) is None else None
+
+
+def _result_cast(node: fx.Node) -> Hashable:
+    kind = _types_of_cast(node)
+    if kind is None or node.all_input_nodes[0].op == "placeholder" or node.meta["val"].nbytes > _MOST_CAST_BYTES:
+        return None
+    return kind if node.graph.output_node() in node.users else None
+
+
+def _types_of_cast(node: fx.Node) -> Hashable:
+    """None if it is no cast, or the strides are not those before."""
     if not calls(node, aten._to_copy.default):
         return None
-    (source,) = node.all_input_nodes
-    before, after = source.meta["val"], node.meta["val"]
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
     fits = before.dtype in FLOATS and after.dtype in FLOATS and before.device == after.device
-    if source.op != "placeholder" or not fits or not casts.is_dense(before) or before.stride() != after.stride():
-        return None
-    if only_user(node, aten.constant_pad_nd.default) is not None:
+    if not fits or not casts.is_dense(before) or before.stride() != after.stride():
         return None
     return before.dtype, after.dtype, str(before.device)
 

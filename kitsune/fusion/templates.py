@@ -51,6 +51,7 @@ OF_THE_STEP: tuple[Template, ...] = (
     update.without_casts,
     update.linear,  # it is compared with a library's products, whose results the update reads as they are
     casts.parameters,  # those that no kernel does itself
+    casts.results,
     casts.counters,
     casts.steps,  # and what has become of counters
 )

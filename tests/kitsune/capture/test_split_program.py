@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -333,4 +334,25 @@ def test_further_inputs_are_copied_where_the_forward_pass_ends() -> None:
     shift.zero_()
     (grad,) = part.backward(*saved, tangent)
     assert torch.equal(output, expected[0])
+    assert torch.equal(grad, expected[1])
+
+
+def test_copies_of_further_inputs_are_made_together() -> None:
+    def joint(x: Tensor, *rest: Tensor) -> list[Tensor]:
+        *shifts, tangent = rest
+        return [x, sum(((tangent.sum() * shift).sum() for shift in shifts), tangent)]
+
+    shifts = [torch.randn(4), torch.randn(3, 2).t(), torch.randn(5).double(), torch.randn(8)[::2]]
+    x, tangent = torch.randn(3, 4), torch.randn(3, 4)
+    module = trace(joint, [x, *shifts, tangent])
+    split_program._copy_further_inputs(module.graph, 1 + len(shifts), (), (0,))
+    forward, (part,) = partition(module, 1 + len(shifts), 1, [TracedPart((0,), (1,), keeps=True)])
+    called = Counter(str(node.target) for node in forward.graph.nodes if node.op == "call_function")
+    assert called["kitsune.cast_many.default"] == 1  # of those in float32 that are dense
+    assert called["aten.clone.default"] == 2
+    expected = joint(x, *shifts, tangent)
+    _, *saved = forward(x, *shifts)
+    for shift in shifts:
+        shift.zero_()
+    (grad,) = part.backward(*saved, tangent)
     assert torch.equal(grad, expected[1])

@@ -94,6 +94,73 @@ def test_inputs_with_gaps_are_cast_by_themselves() -> None:
     assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
 
 
+def halves(*shapes: tuple[int, ...], device: str = "cpu") -> list[Tensor]:
+    return [one.bfloat16() for one in weights(*shapes, device=device)]
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_casts_of_results_become_one_when_the_last_is_there(device: str) -> None:
+    """As those of gradients, some of which are laid out otherwise."""
+
+    def function(*inputs: Tensor) -> list[Tensor]:
+        results, running = list[Tensor](), inputs[0].sum()
+        for one in inputs:
+            running = running + one.sum()
+            results.append((one * running).float())
+        return [running, *results]
+
+    inputs = halves((3, 4), (4, 5), (2, 3, 4, 4), device=device)
+    inputs[2] = inputs[2].contiguous(memory_format=torch.channels_last)
+    module, new = fused(function, inputs, (casts.results,))
+    assert operators(new) == {"cast_many": 1}
+    assert operators(new, "aten")["_to_copy"] == 0
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def test_casts_of_results_that_others_wait_for_are_apart() -> None:
+    """None is put off until what is computed from it is there: so the parts of a backward pass stay apart."""
+
+    def function(*inputs: Tensor) -> list[Tensor]:
+        first = [(one * 2).float() for one in inputs]
+        between = (first[0] + first[1].sum()).bfloat16()
+        return [*first, *((between * number).float() for number in range(3))]
+
+    inputs = halves((3, 4), (4, 5))
+    module, new = fused(function, inputs, (casts.results,))
+    assert operators(new) == {"cast_many": 2}
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
+def one_alone(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [x.sin().float(), other.sin()]
+
+
+def of_an_input(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [x.float(), other.float()]
+
+
+def used_within(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [x.sin().float().sum(), other.sin().float().sum()]
+
+
+def in_another_order(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [one.sin().t().to(torch.float32, memory_format=torch.contiguous_format) for one in (x, other)]
+
+
+def of_many_elements(x: Tensor, other: Tensor) -> list[Tensor]:
+    return [one.sum().expand(2**11, 2**11 + 1).clone().float() for one in (x, other)]
+
+
+@pytest.mark.parametrize(
+    "function", [one_alone, of_an_input, used_within, in_another_order, of_many_elements], ids=lambda f: f.__name__
+)
+def test_casts_of_results_that_stay(function: Callable[..., list[Tensor]]) -> None:
+    inputs = halves((3, 4), (5, 4))
+    module, new = fused(function, inputs, (casts.results,))
+    assert not operators(new)
+    assert_alike(run(new, inputs), run(module, inputs), rtol=0, atol=0)
+
+
 def counts(*values: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> list[Tensor]:
     return [torch.tensor(value, dtype=dtype, device=device) for value in values]
 
