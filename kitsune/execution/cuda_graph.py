@@ -23,7 +23,7 @@ class CudaGraph:
     """Records the operators of a graph into a CUDA graph once, and replays it.
 
     The outputs are the same tensors at every call, in memory of the graph: the next call
-    overwrites them. With a `handout` the first one is the caller's own.
+    overwrites them. With a `handout` the first ones are the caller's own.
 
     Args:
         run: runs a graph of ATen operators over flat tensors of one CUDA device, on the first stream
@@ -33,7 +33,7 @@ class CudaGraph:
             place and must be the same tensors, at the same addresses, at every call.
         mutated: positions of inputs that the graph writes. Warming up runs on copies of them.
         warm_up: inputs to warm up on in place of `inputs`, where those hold no valid values yet.
-        handout: gives the first output, which has one element, away.
+        handout: gives the first outputs away.
         pool: the memory pool that it records into.
         pieces: by stream of the pool, how many bytes it is to have in one piece; see `kitsune.memory.segments.pieces`.
 
@@ -67,7 +67,7 @@ class CudaGraph:
         self._warm_outputs = _warm_up(run, list(self._inputs if warm_up is None else warm_up), mutated, stream)
         if handout is not None:
             with torch.cuda.device(device):
-                handout.prepare(self._warm_outputs[0])
+                handout.prepare(self._warm_outputs[: handout.count])
         spare_garbage_in_forks()
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
@@ -78,7 +78,7 @@ class CudaGraph:
             with torch.cuda.device(device), no_garbage_collection(), _own_workspaces(), recording:
                 _take_memory(pieces, pool, device)
                 self._outputs = run(self._inputs)
-                self._give = None if handout is None else handout.record(self._outputs[0])
+                self._give = None if handout is None else handout.record(self._outputs[: handout.count])
         except BaseException:
             pool.leave()
             _mend(self._graph, handle, current)
@@ -94,7 +94,8 @@ class CudaGraph:
             self._replay()
             outputs = self._outputs
         else:
-            outputs = [self._give(self._replay), *self._outputs[1:]]
+            given = self._give(self._replay)
+            outputs = [*given, *self._outputs[len(given) :]]
         self._warm_outputs = ()
         return outputs
 

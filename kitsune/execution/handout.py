@@ -1,100 +1,139 @@
-"""Gives the caller of a CUDA graph a result of each replay in memory of its own."""
+"""Gives the caller of a CUDA graph results of each replay in memory of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from kitsune.device import refuse_triton, stream_reader
+from kitsune.kernels.casts import is_dense
 
 PLACES = 128
-"""Results that one allocation serves."""
+"""Replays that one allocation serves."""
+
+MOST_BYTES = 2048
+"""Of a result that is given away like this: a larger one is better copied by many programs."""
+
+_ALIGNMENT_BYTES = 16
 
 Replay = Callable[[], None]
-Give = Callable[[Replay], torch.Tensor]
-"""Replays a graph; returns its result, which the next replay leaves as it is."""
+Give = Callable[[Replay], list[torch.Tensor]]
+"""Replays a graph; returns its first results, which the next replay leaves as they are."""
 
 
 class Handout(Protocol):
-    """Makes of the result of a graph, a tensor of one element, one tensor for each replay."""
+    """Makes of the first results of a graph, which are small, others for each replay.
 
-    def prepare(self, value: torch.Tensor) -> None:
-        """To be called before graphs are recorded, with a value as their result will be."""
+    Attributes:
+        count: how many results.
+    """
 
-    def record(self, value: torch.Tensor) -> Give:
-        """To be called at the end of a recording, with the result that every replay overwrites."""
+    count: int
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> None:
+        """To be called before graphs are recorded, with values as their results will be."""
+
+    def record(self, values: Sequence[torch.Tensor]) -> Give:
+        """To be called at the end of a recording, with the results that every replay overwrites."""
 
 
-def handout(device: torch.device) -> Handout:
-    """One for graphs on a CUDA device that are never replayed at the same time."""
-    return _Row(device) if refuse_triton(device, "handing results out") is None else _Copy()
+def is_small(result: torch.Tensor) -> bool:
+    """Whether a result may be given away."""
+    return 0 < result.nbytes <= MOST_BYTES and is_dense(result)
 
 
-class _Copy:
-    """Copies the result after each replay."""
+def handout(device: torch.device, count: int = 1) -> Handout:
+    """One for graphs on a CUDA device that are never replayed at the same time, and all have results as the first has.
 
-    def prepare(self, value: torch.Tensor) -> None:
+    Args:
+        device: where they run.
+        count: how many results; each `is_small`.
+    """
+    if refuse_triton(device, "handing results out") is None:
+        return _Rows(device, count)
+    return _Copies(count)
+
+
+class _Copies:
+    """Copies the results after each replay."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def prepare(self, values: Sequence[torch.Tensor]) -> None:
         """There is nothing to prepare."""
 
-    def record(self, value: torch.Tensor) -> Give:
-        def give(replay: Replay) -> torch.Tensor:
+    def record(self, values: Sequence[torch.Tensor]) -> Give:
+        def give(replay: Replay) -> list[torch.Tensor]:
             replay()
-            return value.clone()
+            return [value.clone() for value in values]
 
         return give
 
 
-class _Row:
+class _Rows:
     """Lets the graphs themselves write each result to the next one of a row of places.
 
     A copy would be one launch more, for the host and the device. A cell on the device holds the address of the next
-    place. Whenever it may be another one than the host takes it for (a replay was interrupted), or the row is full,
-    or the stream is another, there is a new row.
+    place. Whenever it may be another one than the host takes it for (a replay was interrupted), or the rows are full,
+    or the stream is another, there are new rows.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.count = count
         self._device, self._current_stream = device, stream_reader(device)
-        self._cell = torch.zeros((), dtype=torch.int64, device=device)
-        self._value: torch.Tensor | None = None
-        self._places: list[torch.Tensor] = []
+        self._cells = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(count)]
+        self._values: list[torch.Tensor] = []
+        self._places: list[list[torch.Tensor]] = []  # by replay
         self._num_taken = self._num_written = 0
         self._stream = 0
 
-    def prepare(self, value: torch.Tensor) -> None:
+    def prepare(self, values: Sequence[torch.Tensor]) -> None:
         from kitsune.kernels.hand_out_triton import hand_out  # Triton is optional
 
-        spare = torch.empty_like(value)
-        self._cell.fill_(spare.data_ptr())
-        hand_out(value, self._cell)  # a recording must not compile it
+        for value, cell in zip(values, self._cells, strict=True):
+            spare = torch.empty_like(value)
+            cell.fill_(spare.data_ptr())
+            hand_out(value, cell, _pitch(value))  # a recording must not compile it
         self._places = []
         self._num_taken = self._num_written = 0
 
-    def record(self, value: torch.Tensor) -> Give:
+    def record(self, values: Sequence[torch.Tensor]) -> Give:
         from kitsune.kernels.hand_out_triton import hand_out  # Triton is optional
 
-        hand_out(value, self._cell)
-        self._value = torch.empty_like(value, device="meta")
+        for value, cell in zip(values, self._cells, strict=True):
+            hand_out(value, cell, _pitch(value))
+        self._values = [torch.empty_like(value, device="meta") for value in values]
         return self._give
 
-    def _give(self, replay: Replay) -> torch.Tensor:
+    def _give(self, replay: Replay) -> list[torch.Tensor]:
         stream = self._current_stream()
         is_known = self._num_taken == self._num_written and stream == self._stream
         if not is_known or self._num_taken == len(self._places):
             self._renew(stream)
-        place = self._places[self._num_taken]
+        places = self._places[self._num_taken]
         self._num_taken += 1
         replay()
         self._num_written = self._num_taken
-        return place
+        return places
 
     def _renew(self, stream: int) -> None:
-        assert self._value is not None
-        self._places = []  # before there is another row
-        row = torch.empty(PLACES, dtype=self._value.dtype, device=self._device)
-        places = row.view(PLACES, *self._value.shape).unbind()
-        self._places = [place.data for place in places]  # each with a version of its own
+        self._places = []  # before there are other rows
+        rows = []
+        for value, cell in zip(self._values, self._cells, strict=True):
+            pitch = _pitch(value)
+            row = torch.empty(PLACES * pitch, dtype=value.dtype, device=self._device)
+            places = row.as_strided((PLACES, *value.shape), (pitch, *value.stride())).unbind()
+            rows.append([place.data for place in places])  # each with a version of its own
+            cell.fill_(row.data_ptr())
+        self._places = list(map(list, zip(*rows, strict=True)))
         self._num_taken = self._num_written = 0
-        self._cell.fill_(row.data_ptr())
         self._stream = stream
+
+
+def _pitch(value: torch.Tensor) -> int:
+    """Elements from a place to the next, which is aligned like other tensors."""
+    size = value.element_size()
+    return -(-value.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // size

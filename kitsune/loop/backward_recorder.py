@@ -176,7 +176,7 @@ class _Backward(NamedTuple):
     """A part of a backward pass, the tensors that its graph reads, and values that these may have.
 
     The first `num_saved` ones are what the forward pass has saved, which it `computed` at some places; the others are
-    gradients. `handout` gives the first result of each replay away.
+    gradients. `handout` gives the first results of each replay away.
     """
 
     module: fx.GraphModule

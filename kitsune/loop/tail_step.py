@@ -14,7 +14,7 @@ from kitsune.background import refuse_recording
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.split_program import SplitProgram
-from kitsune.capture.tail_program import trace_tail
+from kitsune.capture.tail_program import TailProgram, trace_tail
 from kitsune.capture.watch import (
     parameter_hook_facts,
     refuse_parameter_hooks,
@@ -24,9 +24,10 @@ from kitsune.capture.watch import (
 from kitsune.config import Config
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
-from kitsune.execution.handout import handout
+from kitsune.execution.handout import handout, is_small
 from kitsune.execution.ownership import HandedOut
 from kitsune.fallback import RefusalLog
+from kitsune.graph import dataflow
 from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
@@ -169,8 +170,9 @@ class TailStep:
         program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat)
         lay_out_as_foreseen(program.module, inputs)
         device = inputs[0].device
-        gives = device.type == "cuda" and self._config.cuda_graphs and program.results[:1] == (tail.root,)
-        given_away = handout(device) if gives else None
+        num_given = _num_given(program, tail, len(self._program.differentiable) if whole else 0)
+        num_given *= device.type == "cuda" and self._config.cuda_graphs
+        given_away = handout(device, num_given) if num_given else None
         is_fused = self._program.is_rewritten
         recording = self._recorder.record_tail(program.module, inputs, given_away, is_fused=is_fused)
         static: list[Tensor] = []
@@ -188,9 +190,23 @@ class TailStep:
                 result(torch.is_autocast_enabled, self._kind),
             ]
         )
-        kept = program.results[gives:] if recording.executor.keeps_outputs else ()
+        kept = program.results[num_given:] if recording.executor.keeps_outputs else ()
         handed_out = HandedOut(static)
         return _Recorded(recording, given, program.results, kept, trained, static, handed_out, surroundings)
+
+
+def _num_given(program: TailProgram, tail: Tail, num_outputs: int) -> int:
+    """Of how many of the first results each replay gives others: the loss, and small outputs of the call after it.
+
+    Not of those of which others are views, which are copied together.
+    """
+    if program.results[:1] != (tail.root,):
+        return 0
+    if any(tail.is_view):
+        return 1
+    pairs = zip(program.results, dataflow.outputs(program.module.graph), strict=False)
+    are_given = [place < num_outputs and node is not None and is_small(node.meta["val"]) for place, node in pairs]
+    return [*are_given[1:], False].index(False) + 1
 
 
 def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:

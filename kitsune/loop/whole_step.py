@@ -292,7 +292,7 @@ class WholeStep(GuardedStep):
         assert contest is not None and program is not None
         outputs = self._replay_fastest(contest, inputs)
         self._since_capture += 1
-        given = 0 if self._handout is None else 1  # are the caller's already
+        given = 0 if self._handout is None else self._handout.count  # are the caller's already
         if len(outputs) > given and contest.winner.executor.keeps_outputs:
             outputs = [*outputs[:given], *(output.clone() for output in outputs[given:])]
         if program.binding is not None:

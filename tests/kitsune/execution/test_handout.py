@@ -4,72 +4,80 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
 import torch
 
 from kitsune.execution import handout as module
-from kitsune.execution.handout import PLACES, Handout, _Copy, _Row, handout
+from kitsune.execution.handout import MOST_BYTES, PLACES, Handout, _Copies, _pitch, _Rows, handout, is_small
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
 
 CPU = torch.device("cpu")
 
 
 class Graph:
-    """A captured graph whose result is the number of its replay."""
+    """A captured graph whose first results are their values plus the number of its replay."""
 
-    def __init__(self, handout: Handout, value: torch.Tensor) -> None:
-        self.value, self.launches = value, list[object]()
-        handout.prepare(value)
-        self.give = handout.record(value)
+    def __init__(self, handout: Handout, values: Sequence[torch.Tensor]) -> None:
+        self.values, self.launches = values, list[object]()
+        handout.prepare(values)
+        self.give = handout.record(values)
 
     def replay(self) -> None:
-        self.value += 1
+        for value in self.values:
+            value += 1
         for launch in self.launches:
             launch()  # type: ignore[operator]
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self) -> list[torch.Tensor]:
         return self.give(self.replay)
 
 
 @pytest.fixture
-def row(monkeypatch: pytest.MonkeyPatch) -> _Row:
-    """One on the CPU, where launches are recorded only: graphs have to run the kernel at the end of a replay."""
+def _recording_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are recorded only, on the CPU: graphs have to run the kernel at the end of a replay."""
     kernel = ModuleType("hand_out_triton")
-    kernel.hand_out = lambda value, cell: None  # type: ignore[attr-defined]
+    kernel.hand_out = lambda value, cell, pitch: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kitsune.kernels.hand_out_triton", kernel)
-    return _Row(CPU)
+
+
+@pytest.fixture
+def row(_recording_only: None) -> _Rows:
+    """Of one result."""
+    return _Rows(CPU, 1)
 
 
 def _hand_out(value: torch.Tensor, cell: torch.Tensor) -> None:
     """The kernel's reference."""
-    ctypes.memmove(int(cell), value.data_ptr(), value.element_size())
-    cell += value.element_size()
+    ctypes.memmove(int(cell), value.data_ptr(), value.nbytes)
+    cell += _pitch(value) * value.element_size()
 
 
-def recorded(row: _Row, value: torch.Tensor) -> Graph:
-    graph = Graph(row, value)
-    graph.launches.append(lambda: _hand_out(value, row._cell))
+def recorded(rows: _Rows, *values: torch.Tensor) -> Graph:
+    graph = Graph(rows, values)
+    for value, cell in zip(values, rows._cells, strict=True):
+        graph.launches.append(lambda value=value, cell=cell: _hand_out(value, cell))
     return graph
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_each_replay_gives_a_tensor_that_later_ones_leave(
-    row: _Row, shape: tuple[int, ...], dtype: torch.dtype
+    row: _Rows, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     graph = recorded(row, torch.zeros(shape, dtype=dtype))
-    given = [graph() for _ in range(2 * PLACES + 3)]
+    given = [one for _ in range(2 * PLACES + 3) for one in graph()]
     assert all(one.shape == shape and one.dtype == dtype for one in given)
     expected = torch.arange(1, len(given) + 1).to(dtype)
     assert torch.equal(torch.cat([one.reshape(1) for one in given]), expected)
     assert len({one.data_ptr() for one in given}) == len(given)
 
 
-def test_what_is_given_is_no_view_of_another(row: _Row) -> None:
+def test_what_is_given_is_no_view_of_another(row: _Rows) -> None:
     graph = recorded(row, torch.zeros(()))
-    one, other = graph(), graph()
+    (one,), (other,) = graph(), graph()
     version = other._version
     one.mul_(5)
     assert one._base is None
@@ -77,7 +85,7 @@ def test_what_is_given_is_no_view_of_another(row: _Row) -> None:
     assert other == 2
 
 
-def test_an_interrupted_replay_shifts_nothing(row: _Row) -> None:
+def test_an_interrupted_replay_shifts_nothing(row: _Rows) -> None:
     graph = recorded(row, torch.zeros(()))
     graph()
     launch = graph.launches[0]
@@ -90,34 +98,56 @@ def test_an_interrupted_replay_shifts_nothing(row: _Row) -> None:
         with pytest.raises(KeyboardInterrupt):
             graph()
         graph.launches = [launch]
-        assert graph() == graph.value
-        assert graph() == graph.value
+        assert graph() == list(graph.values)
+        assert graph() == list(graph.values)
 
 
-def test_graphs_share_a_row(row: _Row) -> None:
+def test_graphs_share_a_row(row: _Rows) -> None:
     first, second = recorded(row, torch.zeros(())), recorded(row, torch.full((), 100.0))
-    given = [graph() for graph in (first, second, second, first)]
+    given = [graph()[0] for graph in (first, second, second, first)]
     assert [one.item() for one in given] == [1, 101, 102, 2]
     later = recorded(row, torch.full((), 200.0))
-    assert [graph().item() for graph in (first, later, second)] == [3, 201, 103]
+    assert [graph()[0].item() for graph in (first, later, second)] == [3, 201, 103]
     assert [one.item() for one in given] == [1, 101, 102, 2]
 
 
-def test_another_stream_gets_another_row(row: _Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_stream_gets_another_row(row: _Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = recorded(row, torch.zeros(()))
-    first = graph()
+    (first,) = graph()
     monkeypatch.setattr(row, "_current_stream", lambda: 1)
-    second, third = graph(), graph()
+    (second,), (third,) = graph(), graph()
     assert second.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
     assert [one.item() for one in (first, second, third)] == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("_recording_only")
+def test_several_results_have_a_row_each() -> None:
+    """Of their own types and layouts, aligned as kernels may rely on."""
+    rows = _Rows(CPU, 3)
+    images = torch.zeros(3, 5, 2, 2, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+    graph = recorded(rows, torch.zeros(()), torch.zeros(7, 3).t(), images)
+    given = [graph() for _ in range(PLACES + 2)]
+    for number, results in enumerate(given, 1):
+        for result, value in zip(results, graph.values, strict=True):
+            assert (result.dtype, result.shape, result.stride()) == (value.dtype, value.shape, value.stride())
+            assert torch.equal(result, torch.full_like(value, number))
+            assert result.data_ptr() % 16 == 0
+
+
+def test_what_is_small() -> None:
+    assert is_small(torch.zeros(()))
+    assert is_small(torch.zeros(MOST_BYTES // 4))
+    assert not is_small(torch.zeros(MOST_BYTES // 4 + 1))
+    assert not is_small(torch.zeros(0))
+    assert not is_small(torch.zeros(3, 8)[:, :5])
 
 
 def test_without_triton_results_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "refuse_triton", lambda device, purpose: "no")
     copies = handout(CPU)
-    assert isinstance(copies, _Copy)
-    graph = Graph(copies, torch.zeros(()))
-    one, other = graph(), graph()
+    assert isinstance(copies, _Copies)
+    graph = Graph(copies, [torch.zeros(())])
+    (one,), (other,) = graph(), graph()
     assert (one.item(), other.item()) == (1, 2)
 
 
@@ -131,27 +161,30 @@ def test_the_kernel_fills_one_place_after_the_other(
         patch_interpreter(monkeypatch)
     else:
         from kitsune.kernels.hand_out_triton import hand_out
-    row = torch.zeros(3, dtype=dtype, device=device)
+    row = torch.zeros(3, 8, dtype=dtype, device=device)
     cell = torch.tensor(row.data_ptr(), device=device)
     for number in (5.0, 7.0):
-        hand_out(torch.full((), number, dtype=dtype, device=device), cell)
-    assert row.tolist() == [5, 7, 0]
-    assert int(cell) == row.data_ptr() + 2 * row.element_size()
+        hand_out(torch.full((3, 2), number, dtype=dtype, device=device), cell, 8)
+    assert row.tolist() == [[5] * 6 + [0] * 2, [7] * 6 + [0] * 2, [0] * 8]
+    assert int(cell) == row.data_ptr() + 16 * row.element_size()
 
 
 @pytest.mark.gpu
-def test_losses_of_replayed_graphs_belong_to_the_caller() -> None:
+def test_results_of_replayed_graphs_belong_to_the_caller() -> None:
     from kitsune.execution.cuda_graph import CudaGraph
     from kitsune.execution.graph_pool import GraphPool
     from kitsune.execution.in_order import InOrder
     from kitsune.execution.stream_pool import StreamPool
 
-    x = torch.ones((), device="cuda")
-    graph = torch.fx.symbolic_trace(lambda x: (x * 3,))
-    given = handout(x.device)
+    x = torch.ones(3, device="cuda")
+    graph = torch.fx.symbolic_trace(lambda x: (x.sum(), x * 3, x * 5))
+    given = handout(x.device, 2)
     one, other = (
         CudaGraph(InOrder(graph), [x], copied={0}, mutated={}, pool=GraphPool(StreamPool()), handout=given)
         for _ in range(2)
     )
-    results = [(one, other)[index % 2]([torch.full((), float(index), device="cuda")])[0] for index in range(300)]
-    assert torch.equal(torch.stack(results), 3 * torch.arange(300.0, device="cuda"))
+    numbers = torch.arange(300.0, device="cuda")
+    results = [(one, other)[index % 2]([number.expand(3)]) for index, number in enumerate(numbers)]
+    assert torch.equal(torch.stack([sums for sums, _, _ in results]), 3 * numbers)
+    assert torch.equal(torch.stack([triples for _, triples, _ in results]), 3 * numbers[:, None].expand(-1, 3))
+    assert torch.equal(results[-1][2], torch.full((3,), 5 * 299.0, device="cuda"))

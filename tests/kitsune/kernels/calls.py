@@ -189,6 +189,9 @@ def hand_out() -> Iterator[Call]:
     for dtype, place in ((FLOAT32, 0), (torch.float64, 2), (BFLOAT16, 4)):
         value = torch.tensor(2.5, dtype=dtype)
         yield Call(HAND_OUT, (shifted(value), torch.zeros(5, dtype=dtype), place), {})
+    images = torch.randn(5, 3, 4, 2).contiguous(memory_format=torch.channels_last)
+    yield Call(HAND_OUT, (images, torch.zeros(301), 0), {})
+    yield Call(HAND_OUT, (shifted(torch.randn(7, 9).bfloat16()), torch.zeros(70, dtype=BFLOAT16), 3), {})
 
 
 # Matrix products
@@ -503,15 +506,15 @@ def all_calls() -> list[Call]:
 
 
 def _hand_out_on_cpu(value: Tensor, row: Tensor, place: int) -> Tensor:
-    row[place] = value
-    return torch.tensor(place + 1)
+    row[place:].as_strided(value.shape, value.stride()).copy_(value)
+    return torch.tensor(place + value.numel() + 1)
 
 
 def _hand_out_on_cuda(value: Tensor, row: Tensor, place: int) -> Tensor:
     from kitsune.kernels.hand_out_triton import hand_out  # Triton is optional
 
     cell = torch.tensor(row[place:].data_ptr(), device=row.device)
-    hand_out(value, cell)
+    hand_out(value, cell, value.numel() + 1)
     return (cell - row.data_ptr()) // row.element_size()
 
 

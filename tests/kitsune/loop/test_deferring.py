@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.capture.following import PendingTensor
+from kitsune.loop import tail_step
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.following import Tails
 from kitsune.loop.tail_step import TailStep
@@ -186,6 +187,31 @@ def test_a_call_whose_output_is_dropped_does_not_run(device: torch.device, count
 
     alike(body, device)
     assert (counts.alone, counts.whole) == (1, STEPS - FIRST)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("classes", "num_copied"), [(3, 0), (1000, STEPS - FIRST)])
+def test_small_outputs_are_given_away_by_the_replays_themselves(
+    classes: int, num_copied: int, counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = list[Any]()
+    copies = tail_step._copies
+
+    def counted(values: Any) -> Any:
+        copied.append(values)
+        return copies(values)
+
+    monkeypatch.setattr(tail_step, "_copies", counted)
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = stepped(loop, functional.cross_entropy(out, y))
+        loop.memo.setdefault("kept", []).append((out, loss))
+        return [(one.detach().clone(), other.item()) for one, other in loop.memo["kept"]]
+
+    alike(body, torch.device("cuda"), lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, classes)))
+    assert counts.whole == STEPS - FIRST
+    assert len(copied) == num_copied
 
 
 @pytest.mark.parametrize(
