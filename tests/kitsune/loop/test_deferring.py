@@ -190,7 +190,7 @@ def test_a_call_whose_output_is_dropped_does_not_run(device: torch.device, count
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("classes", "num_copied"), [(3, 0), (1000, STEPS - FIRST)])
+@pytest.mark.parametrize(("classes", "num_copied"), [(3, 0), (100, STEPS - FIRST)])
 def test_small_outputs_are_given_away_by_the_replays_themselves(
     classes: int, num_copied: int, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
