@@ -40,8 +40,8 @@ class Handout(Protocol):
 
 
 def is_small(result: torch.Tensor) -> bool:
-    """Whether a result may be given away."""
-    return 0 < result.nbytes <= MOST_BYTES and is_dense(result)
+    """Whether a result may be given away; Triton has no complex numbers."""
+    return result.is_floating_point() and 0 < result.nbytes <= MOST_BYTES and is_dense(result)
 
 
 def handout(device: torch.device, count: int = 1) -> Handout:

@@ -58,12 +58,12 @@ def results(node: fx.Node) -> Iterator[Match]:
         yield _cast_together("casts of many results", list(found))
 
 
-def _cast_together(name: str, casts_: list[fx.Node]) -> Match:
+def _cast_together(name: str, nodes: list[fx.Node]) -> Match:
     def build(builder: Builder) -> list[fx.Node]:
-        sources = [cast.args[0] for cast in casts_]
-        return builder.results(builder.call(kitsune.cast_many.default, sources, casts_[0].meta["val"].dtype))
+        sources = [cast.args[0] for cast in nodes]
+        return builder.results(builder.call(kitsune.cast_many.default, sources, nodes[0].meta["val"].dtype))
 
-    return Match.of(name, casts_, casts_, build)
+    return Match.of(name, nodes, nodes, build)
 
 
 def counters(node: fx.Node) -> Iterator[Match]:

@@ -140,6 +140,7 @@ def test_what_is_small() -> None:
     assert not is_small(torch.zeros(MOST_BYTES // 4 + 1))
     assert not is_small(torch.zeros(0))
     assert not is_small(torch.zeros(3, 8)[:, :5])
+    assert not is_small(torch.zeros(3, dtype=torch.complex64))
 
 
 def test_without_triton_results_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
