@@ -34,6 +34,10 @@ _PARTS_OF_LARGEST = (1.0, 1 / 4, 1 / 16, 1 / 64)
 _LARGE = 2**28
 """Multiplications, which take about a microsecond. All ways are compared if a layer takes more."""
 
+_LARGE_CAST = 2**20
+"""Bytes of layers' inputs in float32. Each of a kernel's programs casts what it reads: from here on, casting them once
+may be faster."""
+
 
 class _Update(NamedTuple):
     """The call of an optimizer's update.
@@ -118,7 +122,11 @@ def linear(node: fx.Node) -> Iterator[Match]:
     found = {place: _gradient(grad) for place, grad in enumerate(update.lists[1])}
     fitting = {place: one for place, one in found.items() if one is not None and _fits(update, place, one)}
     for places in _choices(fitting):
-        yield _linear(update, {place: fitting[place] for place in places})
+        gradients = {place: fitting[place] for place in places}
+        uncast = _before_casts(update, gradients)
+        yield _linear(update, gradients, uncast)
+        if _are_large(uncast):
+            yield _linear(update, gradients, {})
 
 
 def without_casts(node: fx.Node) -> Iterator[Match]:
@@ -235,14 +243,13 @@ def _choices(gradients: Mapping[int, _Gradient]) -> Iterator[list[int]]:
         before = chosen
 
 
-def _linear(update: _Update, gradients: Mapping[int, _Gradient]) -> Match:
-    """The update of all parameters, with these gradients."""
+def _linear(update: _Update, gradients: Mapping[int, _Gradient], uncast: Mapping[fx.Node, fx.Node]) -> Match:
+    """The update of all parameters, with these gradients, and the casts `uncast` of layers' inputs."""
     places = list(gradients)
     others = [place for place in range(len(update.lists[0])) if place not in gradients]
     target, told = _WITH_GRADIENTS[update.target]
     options = {name: value for name, value in update.options.items() if name not in _NOT_TAKEN}
-    nodes = {update.node, *(node for gradient in gradients.values() for node in gradient.nodes)}
-    uncast = _before_casts(update, list(gradients.values()), nodes)
+    nodes = _inside(update, gradients)
     layers, indices = _layers(list(gradients.values()), uncast)
     kept = [index for index, gradient in enumerate(gradients.values()) if gradient.is_kept()]
 
@@ -267,16 +274,20 @@ def _linear(update: _Update, gradients: Mapping[int, _Gradient]) -> Match:
         [operand for layer in layers for operand in layer],
         shared,
         update.squares,
-        has_rivals=max(gradient.work() for gradient in gradients.values()) > _LARGE,
+        has_rivals=_are_large(uncast) or max(gradient.work() for gradient in gradients.values()) > _LARGE,
     )
 
 
-def _before_casts(
-    update: _Update, gradients: Sequence[_Gradient], users: Collection[fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """For layers' inputs that are casts for none but `users`: what the kernels can cast themselves."""
-    outputs = {gradient.grad_output for gradient in gradients}
-    xs = [gradient.x for gradient in gradients if gradient.x is not None and gradient.x not in outputs]
+def _inside(update: _Update, gradients: Mapping[int, _Gradient]) -> set[fx.Node]:
+    """The update, and what computes the gradients."""
+    return {update.node, *(node for gradient in gradients.values() for node in gradient.nodes)}
+
+
+def _before_casts(update: _Update, gradients: Mapping[int, _Gradient]) -> dict[fx.Node, fx.Node]:
+    """For layers' inputs that are casts for none but these gradients: what the kernels can cast themselves."""
+    users = _inside(update, gradients)
+    outputs = {gradient.grad_output for gradient in gradients.values()}
+    xs = [gradient.x for gradient in gradients.values() if gradient.x is not None and gradient.x not in outputs]
     casts = [x for x in xs if _is_cast_from_float32(x) and all(user in users for user in x.users)]
     sources = {cast: cast.all_input_nodes[0] for cast in casts}
     return {
@@ -284,6 +295,10 @@ def _before_casts(
         for cast, source in sources.items()
         if _has_dense_rows(source.meta["val"]) and not update.overwrites([source])
     }
+
+
+def _are_large(uncast: Mapping[fx.Node, fx.Node]) -> bool:
+    return any(source.meta["val"].nbytes > _LARGE_CAST for source in uncast.values())
 
 
 def _layers(

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import kitsune
 import models
 from kitsune.capture.trace import trace
-from kitsune.fusion import update
+from kitsune.fusion import linear, update
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.graph import dataflow
@@ -224,6 +224,42 @@ def test_all_ways_are_compared_where_layers_are_large(monkeypatch: pytest.Monkey
     ]
     (node,) = calls(new, "linear_adam_")
     assert len(node.args[3]) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("times", "taken"), [((4.0, 1.5), torch.bfloat16), ((2.0, 1.5), torch.float32)])
+def test_large_inputs_are_cast_by_the_kernel_only_where_that_saves_more(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, float], taken: torch.dtype
+) -> None:
+    monkeypatch.setattr(update, "_LARGE_CAST", 0)
+    before = {torch.float32: 5.0, torch.bfloat16: 4.0}
+    after = dict(zip(before, times, strict=True))
+
+    def judge(alone: Alone) -> Verdict:
+        if not calls(alone.after, "linear_adam_"):
+            return Verdict(None, 2.0, 1.0)  # the first layer, which the cast goes into: another is for its gradient
+        dtype = dtype_of_input(alone.after)
+        return Verdict(None, before[dtype], after[dtype])
+
+    module = trace(step_of(autocast(two_layers)), inputs())
+    new, fusions = fuse(module, (linear.forward, update.linear), judge)
+    assert sorted(fusion.after_us for fusion in fusions if "gradients" in fusion.template) == sorted(times)  # type: ignore[type-var]
+    assert dtype_of_input(new) == taken
+    assert_alike(run(new, inputs()), run(module, inputs()), rtol=0.02, atol=0.02)
+
+
+def dtype_of_input(module: fx.GraphModule) -> torch.dtype:
+    """Of what the kernel for the gradients reads as the first layer's input."""
+    (node,) = calls(module, "linear_adam_")
+    (dtype,) = {x.meta["val"].dtype for x in node.args[1] if x.meta["val"].shape == (BATCH, 4)}  # type: ignore[union-attr]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def test_small_inputs_are_cast_by_the_kernel() -> None:
+    module = trace(step_of(autocast(two_layers)), inputs())
+    new, fusions = fuse(module, (linear.forward, update.linear))
+    assert sum("gradients" in fusion.template for fusion in fusions) == 1
+    assert dtype_of_input(new) == torch.float32
 
 
 def test_half_precision_gradients_are_updated_from_as_they_are() -> None:
