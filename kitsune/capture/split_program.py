@@ -29,6 +29,7 @@ from kitsune.capture.sums import add_out_of_place
 from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
+from kitsune.graph.attention import look_for_random_state
 from kitsune.graph.values import mode_of, value
 from kitsune.kernels.casts import is_dense
 from kitsune.kernels.images import FLOATS
@@ -113,6 +114,7 @@ def _traced(
 
     tangents = [layout.empty().zero_() for layout in layouts]
     module = trace(joint, [*flat, *tangents])
+    look_for_random_state(module)
     recompute(module, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     lay_out_as_foreseen(module, [*flat, *tangents])
     used = sorted(root for part in traced for root in part.roots)

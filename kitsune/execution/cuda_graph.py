@@ -37,6 +37,9 @@ class CudaGraph:
         pool: the memory pool that it records into.
         pieces: by stream of the pool, how many bytes it is to have in one piece; see `kitsune.memory.segments.pieces`.
 
+    Attributes:
+        pool: as above.
+
     Recording disturbs nothing of the user's: it runs on a side stream, on copies of whatever is
     written, restores the random state, and does not react to other threads' CUDA calls. It waits
     for what is done in the background.
@@ -70,7 +73,7 @@ class CudaGraph:
                 handout.prepare(self._warm_outputs[: handout.count])
         spare_garbage_in_forks()
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
+        self.pool = pool
         handle = pool.enter()
         recording = torch.cuda.graph(self._graph, pool=handle, stream=stream, capture_error_mode="thread_local")
         current = torch.cuda.current_stream(device)
@@ -110,7 +113,7 @@ class CudaGraph:
     def release(self) -> None:
         """Gives the graph and its memory back; the object cannot be called afterwards."""
         self._graph.reset()
-        self._pool.leave()
+        self.pool.leave()
         self._give = None
         self._outputs = ()
         self._warm_outputs = ()

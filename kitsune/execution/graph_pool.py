@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class GraphPool:
     """A CUDA memory pool for graphs that never run at the same time and leave nothing for each other.
 
-    A graph's intermediate values may lie where another graph of the pool keeps its own. So whatever
-    must outlive a replay (saved values of a forward pass, gradients) needs a graph with a pool of
-    its own. PyTorch's allocator does not let a pool be entered again once its last graph is gone, so
-    the handle changes then.
+    A graph's intermediate values may lie where another graph of the pool keeps its own, or its outputs if
+    it was recorded later. So what must outlive replays of others (saved values of a forward pass,
+    gradients) needs a graph with a pool of its own, or the first of it. PyTorch's allocator does not let a
+    pool be entered again once its last graph is gone, so the handle changes then.
 
     Args:
         streams: on which the graphs are warmed up and recorded.

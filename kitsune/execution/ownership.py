@@ -7,7 +7,7 @@ call for that (its own CUDA graph trees use this one).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,17 +20,20 @@ class HandedOut:
         self._places = [storage._cdata for storage in self._storages]
         self._own = self._counts()
 
-    def in_use(self, besides: Collection[int] = ()) -> bool:
-        """Whether any of them is referred to by more than when this object was made.
-
-        Args:
-            besides: addresses of storages to which one more reference is known.
-        """
-        counts = self._counts()
-        if counts == self._own:
-            return False
-        known = [storage.data_ptr() in besides for storage in self._storages]
-        return any(count > own + more for count, own, more in zip(counts, self._own, known, strict=True))
+    def in_use(self) -> bool:
+        """Whether any of them is referred to by more than when this object was made."""
+        return self._counts() != self._own
 
     def _counts(self) -> list[int]:
         return list(map(torch._C._storage_Use_Count, self._places))
+
+
+def free_place(alternates: Sequence[HandedOut]) -> int | None:
+    """Which of two graphs that do the same may be replayed, the first for choice; None if there is none.
+
+    The second lies in the memory of the first, but for what both hand out: it may have been recorded over what the
+    first reads and writes meanwhile, so that neither is replayed while anything of the second is in use.
+    """
+    if len(alternates) > 1 and alternates[1].in_use():
+        return None
+    return next((place for place, one in enumerate(alternates) if not one.in_use()), None)

@@ -9,11 +9,16 @@ import torch
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart
 from kitsune.execution.in_order import InOrder
-from kitsune.execution.ownership import HandedOut
+from kitsune.execution.ownership import HandedOut, free_place
 from kitsune.loop.recording import Recording
 
 # Which roots have no gradient hardly ever changes.
 _MOST_RECORDINGS = 4
+
+_MOST_ALIKE = 2
+
+Record = Callable[[BackwardPart, frozenset[int], Recording | None], Recording | None]
+"""Records `part.without(missing)`, if that can be; in the memory of another recording, where its gradients stay."""
 
 
 class BackwardGraph:
@@ -21,8 +26,9 @@ class BackwardGraph:
 
     There is a graph for the case that all of them have a gradient, and one for each other case that was met.
 
-    Gradients alias the graph's memory where the graph keeps its outputs; while any of them is still referred to, the
-    backward pass runs operator by operator into new memory instead.
+    Gradients alias the graph's memory where the graph keeps its outputs. While any of them is still referred to, as
+    where those of several backward passes are added up, a second graph is replayed, with gradients of its own; while
+    those are, too, and until there is one, the backward pass runs operator by operator into new memory.
 
     Args:
         part: what it does.
@@ -46,9 +52,10 @@ class BackwardGraph:
         self.num_copied = self.num_partial = 0
         self._layouts, self._gradients = layouts, gradients
         self._records = recording is not None
-        self._cases = {frozenset[int](): _Case(InOrder(part.backward), recording)}
-        self._wanted: list[frozenset[int]] = []  # have been met, and are not recorded
-        self._note_gradients()
+        self._cases = {frozenset[int](): _Case(InOrder(part.backward))}
+        self._wanted: list[frozenset[int]] = []  # a recording of these, or another one, would have been of use
+        if recording is not None:
+            self._keep(frozenset(), recording)
 
     def __call__(
         self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None], *, have_moved: bool
@@ -63,73 +70,101 @@ class BackwardGraph:
         pairs = zip(tangents, self._layouts, strict=True)
         inputs = [*saved, *(layout.fit(tangent) for tangent, layout in pairs if tangent is not None)]
         missing = frozenset(index for index, tangent in enumerate(tangents) if tangent is None)
-        if missing not in self._cases:
-            self._cases[missing] = _Case(InOrder(self.part.without(missing)), None)
-            if self._records:
-                self._wanted.append(missing)
-        case = self._cases[missing]
-        if case.recording is not None and not have_moved and not case.handed_out.in_use():
-            grads = case.recording(inputs)
+        case = self._cases.get(missing)
+        if case is None:
+            case = self._cases[missing] = _Case(InOrder(self.part.without(missing)))
+        recording = None if have_moved else case.free()
+        if recording is not None:
+            grads = recording(inputs)
         else:
             if self._records:
-                self.num_partial += case.recording is None
-                self.num_copied += case.recording is not None and not have_moved
+                self.num_partial += not case.recordings
+                self.num_copied += bool(case.recordings) and not have_moved
+                if not have_moved and case.may_record and missing not in self._wanted:
+                    self._wanted.append(missing)
             grads = case.in_order(inputs)
         return [None if grad is None else grad.detach() for grad in self.part.spread(missing, grads)]
 
     @property
     def has_new_cases(self) -> bool:
-        """Whether there are cases to be recorded, whose gradients will lie elsewhere then."""
+        """Whether there is something to be recorded, whose gradients will lie elsewhere."""
         return bool(self._wanted)
 
-    def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
-        """Records the cases that were met for the first time. To be called while all that was saved is there.
-
-        Args:
-            record: records `part.without(missing)`, if that can be.
-        """
+    def record_cases(self, record: Record) -> None:
+        """Records what would have been of use. To be called while all that was saved is there."""
         while self._wanted:
             missing = self._wanted[0]
-            if sum(case.recording is not None for case in self._cases.values()) < _MOST_RECORDINGS:
-                self._cases[missing] = _Case(self._cases[missing].in_order, record(self.part, missing))
-                self._note_gradients()
+            case = self._cases[missing]
+            recording = None
+            if sum(len(one.recordings) for one in self._cases.values()) < _MOST_RECORDINGS:
+                recording = record(self.part, missing, case.recordings[0] if case.recordings else None)
+            if recording is None:
+                case.may_record = False
+            else:
+                self._keep(missing, recording)
             self._wanted.pop(0)
 
     def drop_recording(self) -> None:
         """Gives the graphs up, unless their gradients are in use: something else takes their place."""
-        if self._records and not any(case.handed_out.in_use() for case in self._cases.values()):
+        if self._records and not any(case.in_use() for case in self._cases.values()):
             self.release()
 
     def forget_gradients(self) -> None:
         """Takes the static gradients out of `gradients`."""
         for case in self._cases.values():
-            for tensor in case.static:
+            for tensor in case.static():
                 self._gradients.pop(tensor.data_ptr(), None)
 
     def release(self) -> None:
         """Gives the graphs and their memory back."""
         self.forget_gradients()
         self._records, self._wanted = False, []
-        for missing, case in self._cases.items():
-            if case.recording is not None:
-                case.recording.release()
-                self._cases[missing] = _Case(case.in_order, None)
-
-    def _note_gradients(self) -> None:
         for case in self._cases.values():
-            self._gradients.update((tensor.data_ptr(), tensor) for tensor in case.static)
+            case.release()
+
+    def _keep(self, missing: frozenset[int], recording: Recording) -> None:
+        static = self._cases[missing].add(recording)
+        self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
 
 
 class _Case:
-    """What goes back where certain roots have no gradient: operator by operator, and recorded if there is a recording.
+    """What goes back where certain roots have no gradient: operator by operator, and recorded.
 
     Attributes:
-        static: the gradients that the recording gives.
-        handed_out: the same, to know whether somebody still refers to them.
+        may_record: whether another recording may be of use.
     """
 
-    def __init__(self, in_order: InOrder, recording: Recording | None) -> None:
+    def __init__(self, in_order: InOrder) -> None:
         self.in_order = in_order
-        self.recording = recording
-        self.static = recording.executor.static_outputs() if recording is not None else []
-        self.handed_out = HandedOut(self.static)
+        self.recordings: list[Recording] = []
+        self.may_record = True
+        self._static: list[list[torch.Tensor]] = []
+        self._handed_out: list[HandedOut] = []
+
+    def add(self, recording: Recording) -> list[torch.Tensor]:
+        """Returns the gradients that it will give, for as long as it keeps them."""
+        static = recording.executor.static_outputs()
+        self.recordings.append(recording)
+        self._static.append(static)
+        self._handed_out.append(HandedOut(static))
+        self.may_record = len(self.recordings) < _MOST_ALIKE
+        return static
+
+    def free(self) -> Recording | None:
+        """One whose gradients nobody refers to."""
+        place = free_place(self._handed_out)
+        return None if place is None else self.recordings[place]
+
+    def static(self) -> list[torch.Tensor]:
+        """All gradients of recordings."""
+        return [tensor for some in self._static for tensor in some]
+
+    def in_use(self) -> bool:
+        """Whether somebody refers to any of these."""
+        return any(one.in_use() for one in self._handed_out)
+
+    def release(self) -> None:
+        for recording in self.recordings:
+            recording.release()
+        for some in (self.recordings, self._static, self._handed_out):
+            some.clear()

@@ -73,14 +73,22 @@ class BackwardRecorder:
         return list(recordings)
 
     def record_case(
-        self, program: SplitProgram, forward: Recording, part: BackwardPart, missing: frozenset[int]
+        self,
+        program: SplitProgram,
+        forward: Recording,
+        part: BackwardPart,
+        missing: frozenset[int],
+        beside: Recording | None,
     ) -> Recording | None:
         """A recording of `part.without(missing)`, of the latest program; None where that cannot be.
 
         To be called while the memory of `forward` holds values. As many streams are tried as for the program.
+
+        Args:
+            beside: another recording of the same, in whose memory it is to be; see `free_place`.
         """
         try:
-            return self._case(program, forward, part, missing)
+            return self._case(program, forward, part, missing, beside)
         except torch.OutOfMemoryError:
             refusal = Refusal("there is too little device memory to record the backward pass of some outputs")
         except RefusedError as error:
@@ -92,18 +100,25 @@ class BackwardRecorder:
         return None
 
     def record_tail(
-        self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], handout: Handout | None, *, is_fused: bool
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[torch.Tensor],
+        handout: Handout | None,
+        *,
+        is_fused: bool,
+        beside: Recording | None,
     ) -> Recording:
         """A recording of what follows a call of the latest program, or of both; as many streams are tried as for that.
 
         Args:
             inputs: what it reads, where it reads it, with values.
             handout: see `CudaGraph`.
+            beside: as in `record_case`.
 
         Raises:
             RefusedError: it cannot be recorded.
         """
-        tail = _Backward(module, inputs, inputs, len(inputs), [], handout)
+        tail = _Backward(module, inputs, inputs, len(inputs), [], handout, _pool_of(beside))
         in_order = self._in_order(tail)
         may_repeat = isinstance(in_order.executor, CudaGraph) and not dataflow.written_inputs(module.graph)
         if self._num_streams == 1 or not may_repeat:
@@ -116,7 +131,12 @@ class BackwardRecorder:
             raise
 
     def _case(
-        self, program: SplitProgram, forward: Recording, part: BackwardPart, missing: frozenset[int]
+        self,
+        program: SplitProgram,
+        forward: Recording,
+        part: BackwardPart,
+        missing: frozenset[int],
+        beside: Recording | None,
     ) -> Recording | None:
         module = part.without(missing)
         if not dataflow.outputs(module.graph):
@@ -126,7 +146,7 @@ class BackwardRecorder:
         roots = [root for index, root in enumerate(part.roots) if index not in missing]
         tangents = [torch.ones_like(program.tangents[root].empty()) for root in roots]
         inputs = [*(static[index] for index in part.saved), *tangents]
-        backward = _Backward(module, inputs, inputs, len(part.saved), [])
+        backward = _Backward(module, inputs, inputs, len(part.saved), [], pool=_pool_of(beside))
         in_order = self._in_order(backward)
         if self._num_streams == 1:
             return in_order
@@ -165,7 +185,7 @@ class BackwardRecorder:
         return {
             "stable": range(backward.num_saved),
             "config": self._config,
-            "pool": GraphPool(self._streams),
+            "pool": backward.pool or GraphPool(self._streams),
             "log": self._log,
             "warm_up": backward.values,
             "handout": backward.handout,
@@ -176,7 +196,7 @@ class _Backward(NamedTuple):
     """A part of a backward pass, the tensors that its graph reads, and values that these may have.
 
     The first `num_saved` ones are what the forward pass has saved, which it `computed` at some places; the others are
-    gradients. `handout` gives the first results of each replay away.
+    gradients. `handout` gives the first results of each replay away. It is recorded into `pool`, if there is one.
     """
 
     module: fx.GraphModule
@@ -185,3 +205,8 @@ class _Backward(NamedTuple):
     num_saved: int
     computed: Sequence[int]
     handout: Handout | None = None
+    pool: GraphPool | None = None
+
+
+def _pool_of(recording: Recording | None) -> GraphPool | None:
+    return recording.executor.pool if recording is not None and isinstance(recording.executor, CudaGraph) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
 from kitsune.errors import KitsuneError
 from kitsune.graph import dataflow
-from kitsune.loop.backward_graph import BackwardGraph
+from kitsune.loop.backward_graph import BackwardGraph, Record
 from kitsune.loop.deferring import Deferral, DeferredCall
 from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.recording import Recording
@@ -158,7 +158,7 @@ class CallGraphs:
         """See `BackwardGraph`."""
         return self._has_gone_back and True in [graph.has_new_cases for graph in self._backwards]
 
-    def record_cases(self, record: Callable[[BackwardPart, frozenset[int]], Recording | None]) -> None:
+    def record_cases(self, record: Record) -> None:
         """See `BackwardGraph`."""
         for graph in self._backwards:
             graph.record_cases(record)

@@ -290,13 +290,13 @@ class SplitStep(GuardedStep):
         program = trace_split(graph, flat, self._autocast, bucket_bytes())
         return self._recorded(program, graph, flat, num_streams=1)
 
-    def _record_case(self, part: BackwardPart, missing: frozenset[int]) -> Recording | None:
+    def _record_case(self, part: BackwardPart, missing: frozenset[int], beside: Recording | None) -> Recording | None:
         graphs = self._graphs
         assert graphs is not None
         started = time.perf_counter()
         autocast = torch.autocast(graphs.program.tangents[0].device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), autocast:  # `optimizer.step()` may be in any of them
-            recording = self._recorder.record_case(graphs.program, graphs.forward, part, missing)
+            recording = self._recorder.record_case(graphs.program, graphs.forward, part, missing, beside)
         self.setup_seconds += time.perf_counter() - started
         return recording
 

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from kitsune.config import Config
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.handout import handout, is_small
-from kitsune.execution.ownership import HandedOut
+from kitsune.execution.ownership import HandedOut, free_place
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow
 from kitsune.loop.backward_recorder import BackwardRecorder
@@ -33,6 +34,8 @@ from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Facts, attribute, result
+
+_MOST_ALIKE = 2
 
 
 @dataclass
@@ -90,7 +93,8 @@ class TailStep:
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._kind = program.tangents[0].device.type
         self._config, self._recorder, self._log = config, recorder, log
-        self._recorded: dict[tuple[Tail, bool], _Recorded] = {}
+        self._recorded: dict[tuple[Tail, bool], list[_Recorded]] = {}  # see `free_place`
+        self._alone: set[tuple[Tail, bool]] = set()  # those of which there is no second recording
         self.is_repeatable = program.repeatable and all(program.differentiable)
 
     def accepts(self, tail: Tail) -> bool:
@@ -114,7 +118,12 @@ class TailStep:
             values: what the recorded forward pass has returned; or the flat tensors of the call, always the same ones.
             whole: whether the forward pass is to be replayed, too; see `is_repeatable`.
         """
-        recorded = self._recorded.get((tail, whole))
+        key = tail, whole
+        alike = self._recorded.get(key, ())
+        place = free_place([one.handed_out for one in alike])
+        recorded = None if place is None else alike[place]
+        if recorded is None and (len(alike) == _MOST_ALIKE or key in self._alone):
+            return None
         if recorded is None or not recorded.surroundings.hold():
             refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
             if refusal is None and recorded is None:
@@ -127,16 +136,18 @@ class TailStep:
                 return None
         if recorded is None:
             try:
-                recorded = self._recorded[tail, whole] = self._record(tail, values, wanted, whole)
+                recorded = self._record(tail, values, wanted, whole, alike[0].recording if alike else None)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
-                self.is_repeatable &= not whole
-                tail.refused = not whole
+                if alike:
+                    self._alone.add(key)
+                else:
+                    self.is_repeatable &= not whole
+                    tail.refused = not whole
                 return None
+            self._recorded[key] = [*alike, recorded]
         there = [grad for param in recorded.trained if (grad := param.grad) is not None]
         if not set(wanted).issubset(recorded.results) or (there and not _may_add(there)):
-            return None
-        if not _make_way(recorded, there):
             return None
         found = recorded.recording([*values, *recorded.given])
         results = dict(zip(recorded.results, found, strict=False))
@@ -153,13 +164,16 @@ class TailStep:
 
     def release(self) -> None:
         """Gives the graphs and their memory back."""
-        for recorded in self._recorded.values():
+        for recorded in chain.from_iterable(self._recorded.values()):
             for tensor in recorded.static:
                 self._gradients.pop(tensor.data_ptr(), None)
             recorded.recording.release()
         self._recorded.clear()
+        self._alone.clear()
 
-    def _record(self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], whole: bool) -> _Recorded:
+    def _record(
+        self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], whole: bool, beside: Recording | None
+    ) -> _Recorded:
         started = time.perf_counter()
         given = [tensor for some in tail.given for tensor in some]
         inputs = [*(tensor.detach() for tensor in values), *given]
@@ -174,7 +188,7 @@ class TailStep:
         num_given *= device.type == "cuda" and self._config.cuda_graphs
         given_away = handout(device, num_given) if num_given else None
         is_fused = self._program.is_rewritten
-        recording = self._recorder.record_tail(program.module, inputs, given_away, is_fused=is_fused)
+        recording = self._recorder.record_tail(program.module, inputs, given_away, is_fused=is_fused, beside=beside)
         static: list[Tensor] = []
         if isinstance(recording.executor, CudaGraph):
             static = recording.executor.static_outputs()[len(program.results) :]
@@ -215,19 +229,6 @@ def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     if is_apart and False not in [value.is_contiguous() for value in values.values()]:
         return {place: value.clone() for place, value in values.items()}
     return copy.deepcopy(values)
-
-
-def _make_way(recorded: _Recorded, there: Sequence[Tensor]) -> bool:
-    """Whether nobody refers to static gradients any more. Those that are `there` get memory of their own."""
-    if not recorded.handed_out.in_use():
-        return True
-    places = {tensor.data_ptr() for tensor in recorded.static}
-    here = [grad for grad in there if grad.data_ptr() in places]
-    if recorded.handed_out.in_use({grad.untyped_storage().data_ptr() for grad in here}):
-        return False
-    for grad in here:
-        grad.data = grad.clone()
-    return True
 
 
 def _may_add(there: Sequence[Tensor]) -> bool:

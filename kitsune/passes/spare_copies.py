@@ -21,6 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from kitsune.graph import dataflow
+from kitsune.graph.attention import scaled_dot_product_efficient_attention_backward
 from kitsune.graph.factors import Dims, Factor, Form, common_parts, of_itself, size_of, sizes_of
 from kitsune.graph.values import mode_of, value
 
@@ -35,6 +36,7 @@ _ATTENTIONS = {
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
+    scaled_dot_product_efficient_attention_backward,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -141,16 +143,17 @@ class _Conversion:
         """An operand for an operator that takes elements in the order that they had."""
         if operand in self._made:
             return self._made[operand]
-        if not _is_aten(node) or any(dataflow.written(node)):
+        is_attention = node.target in _ATTENTIONS
+        if not (is_attention or _is_aten(node)) or any(dataflow.written(node)):
             return self._exactly(operand)
-        if dataflow.draws_random_numbers(node) and node.target not in _ATTENTIONS:
+        if dataflow.draws_random_numbers(node) and not is_attention:
             return self._exactly(operand)
         before = operand.meta["val"]
         for plain in self._plain(operand):
             found = plain.meta["val"]
             if _same_layout(found, before) or node.target in _ANY_STRIDES:
                 return plain
-            if _has_aligned_rows(found) if node.target in _ATTENTIONS else found.is_contiguous():
+            if _has_aligned_rows(found) if is_attention else found.is_contiguous():
                 return plain
         return self._exactly(operand)
 

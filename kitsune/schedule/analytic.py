@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from kitsune.graph import dataflow
+from kitsune.graph.attention import scaled_dot_product_efficient_attention_backward
 
 _aten = torch.ops.aten
 
@@ -46,6 +47,7 @@ _ATTENTION_BACKWARD = {
     _aten._scaled_dot_product_flash_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
     _aten._scaled_dot_product_efficient_attention_backward,
+    scaled_dot_product_efficient_attention_backward.overloadpacket,
     _aten._scaled_dot_product_cudnn_attention_backward,
     _aten._scaled_dot_product_fused_attention_overrideable_backward,
 }

@@ -16,6 +16,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ def measure(names: Sequence[str], rounds: int) -> dict[str, Any]:
         runs = found[name] = {"options": EXAMPLES[name], "plain": [], "kitsune": []}
         for turn in range(-1, 2 * rounds):
             plain = turn >= 0 and turn % 2 == (turn // 2) % 2  # each is the first of a pair as often
-            with context.Pool(1) as pool:
-                run = pool.apply(paces, (name, EXAMPLES[name].split(), plain))
+            with ProcessPoolExecutor(1, context) as process:
+                run = process.submit(paces, name, EXAMPLES[name].split(), plain).result()
             if turn >= 0:
                 runs["plain" if plain else "kitsune"].append(run)
         print(line(name, runs), flush=True)

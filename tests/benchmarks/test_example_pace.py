@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import pytest
@@ -38,3 +40,13 @@ def test_the_examples_take_their_options(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(SystemExit) as ended:
             example_pace.paces(name, [*options.split(), "--help"], plain=False)
         assert ended.value.code == 0
+
+
+def end(*_: object) -> None:
+    os._exit(3)
+
+
+def test_an_example_that_ends_its_process_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example_pace, "paces", end)
+    with pytest.raises(BrokenProcessPool):
+        example_pace.measure(["gan"], rounds=1)

@@ -1,12 +1,13 @@
 """An executor that keeps its outputs in static memory, as a CUDA graph does, on the CPU.
 
-What a graph may not rely on is destroyed: its outputs before the first call, those of the other graphs of a pool
-whenever one of them runs, and those of a released graph if there are any. Without them its outputs are the memory of
-whoever still refers to them.
+What a graph may not rely on is destroyed: its outputs before the first call; whenever it runs, those of all graphs of
+its pool that were recorded later, for which its own values were no more; and those of a released graph if there are
+others. Without them its outputs are the memory of whoever still refers to them.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from kitsune.graph import dataflow
 from kitsune.loop.recording import Recording
 
 _graphs: weakref.WeakKeyDictionary[GraphPool, weakref.WeakSet[StaticMemory]] = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 class StaticMemory(CudaGraph):
@@ -56,6 +58,8 @@ class StaticMemory(CudaGraph):
         given = {tensor.untyped_storage().data_ptr() for tensor in self._inputs}
         self._are_own = [output.untyped_storage().data_ptr() not in given for output in self._outputs]
         self._destroy()
+        self.pool = pool
+        self._number = next(_numbers)
         self._neighbours = _graphs.setdefault(pool, weakref.WeakSet())
         self._neighbours.add(self)
 
@@ -64,7 +68,7 @@ class StaticMemory(CudaGraph):
             for position, static in zip(self._copied, self._static, strict=True):
                 static.copy_(inputs[position])
         for neighbour in self._neighbours:
-            if neighbour is not self:
+            if neighbour._number > self._number:
                 neighbour._destroy()
         results = self._run(self._inputs)
         for static, result, is_own in zip(self._outputs, results, self._are_own, strict=True):

@@ -269,6 +269,52 @@ def test_flags_that_choose_kernels_are_part_of_the_signature(form: str) -> None:
 # Loops
 
 
+class Attention(nn.Module):
+    """Attention with dropout, over eight parts of an item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3 * 2 * 8 * 16), nn.Linear(2 * 8 * 16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.first(x).view(-1, 3, 2, 8, 16).unbind(1)
+        out = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.3, is_causal=True)
+        return self.last(out.flatten(1))
+
+
+@pytest.mark.parametrize("defer_loss", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["memory-efficient", "flash"])
+def test_attention_with_dropout(dtype: torch.dtype | None, micro_batches: int, defer_loss: bool) -> None:
+    """Of its passes one may be replayed and the other run, or recorded after it: both know the same random numbers."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not None):
+                loss = training.loss_fn(training.model(part_x), part_y)
+            loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    options: dict[str, Any] = {} if dtype is None else {"rtol": 1e-2, "atol": 1e-3}
+    batches = functools.partial(cuda_batch, size=8)
+    compare(
+        "drop_in",
+        building(Attention, sgd),
+        loop=loop,
+        reference={"loop": loop},
+        batches=batches,
+        steps=10,
+        defer_loss=defer_loss,
+        **options,
+    )
+
+
+def test_attention_with_dropout_in_a_train_step() -> None:
+    compare("train_step", building(Attention, sgd), steps=10)
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop(name: str) -> None:
     loop, replays = LOOPS[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.nn import functional
 from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import backward_graph, backward_recorder
 from kitsune.loop.backward_graph import BackwardGraph
-from tests.kitsune.training import Nothing, Training, adam, batch, compare, sgd
+from kitsune.loop.backward_recorder import BackwardRecorder
+from tests.kitsune.training import Net, Nothing, Training, adam, batch, compare, plain_loop, sgd
 
 STEPS = 8
 
@@ -109,11 +110,81 @@ def test_only_so_many_are_recorded(place: str, ran: list[bool], monkeypatch: pyt
 
 
 def test_gradients_that_are_kept_stay(place: str, ran: list[bool]) -> None:
-    """They are compared after the step that follows, too."""
+    """They are compared after the step that follows, too. A second graph has gradients of its own."""
     training = same(place, [(0,)], keep=True)
     if is_recorded(training):
-        assert not all(ran[1:])
+        assert ran == [False, True, False, True, True, False], "neither is replayed while those of the second are kept"
         assert any("are kept" in refusal for refusal in training.status().refusals)
+
+
+def test_gradients_that_are_kept_forever(place: str, ran: list[bool]) -> None:
+    """There is no third graph, whatever becomes of the two."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        loss = plain_loop(training, x, y)
+        grads = [param.grad for param in training.model.parameters() if param.grad is not None]
+        kept.extend((grad, grad.clone()) for grad in grads)
+        return loss
+
+    training = adding(place, loop)
+    assert all(torch.equal(*pair) for pair in kept)
+    if is_recorded(training):
+        assert ran == [True, False, True, *[False] * (len(ran) - 3)]
+
+
+@pytest.mark.support("Gradients", "accumulation over 2, 4 and 8 micro-batches", "replayed")
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+def test_gradients_that_add_up_are_replayed(place: str, ran: list[bool], micro_batches: int) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+            loss = training.loss_fn(training.model(part_x), part_y) / micro_batches
+            loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = adding(place, loop)
+    if is_recorded(training):
+        assert all(ran[micro_batches:]), "after a step there are two graphs"
+        assert training.status().fallbacks == ran.count(False)
+
+
+def test_gradients_that_are_zeroed_in_place(place: str, ran: list[bool]) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad(set_to_none=False)
+        loss = training.loss_fn(training.model(x), y)
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = adding(place, loop)
+    if is_recorded(training):
+        assert all(ran[2:])
+
+
+def test_a_second_graph_that_cannot_be_recorded(place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+
+    def record(self: BackwardRecorder, *args: Any) -> None:
+        tried.append(args)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(BackwardRecorder, "_case", record)
+    training = same(place, [(0, 1, 2)], keep=True)
+    if is_recorded(training):
+        assert len(tried) == 1
+        assert any("too little device memory" in refusal for refusal in training.status().refusals)
+
+
+def adding(device: str, loop: Callable[..., Tensor]) -> Training:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Net().to(device, torch.float64)
+        return model, adam(model)
+
+    batches = partial(batch, size=8, dtype=torch.float64, device=device)
+    return compare("drop_in", build, loop=loop, steps=STEPS, batches=batches, replays=3, rtol=1e-9, atol=1e-11)
 
 
 class Bias(nn.Module):
