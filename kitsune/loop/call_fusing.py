@@ -8,15 +8,18 @@ import torch
 from torch import Tensor, fx
 
 from kitsune.capture.split_program import SplitProgram, split_anew
+from kitsune.capture.trace import same_layout
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
-from kitsune.graph.values import mode_of, value
+from kitsune.graph.values import mode_of, refresh, value
 from kitsune.loop import planning
 from kitsune.loop.fusing import Fusing
 
 torch.library.define("kitsune::after", "(Tensor self, Tensor[] others) -> Tensor")
 
 _after = torch.ops.kitsune.after.default
+_over_logits = torch.ops.kitsune.cross_entropy_backward_.default
+_beside_logits = torch.ops.kitsune.cross_entropy_backward.default
 
 
 def _copied(tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -120,5 +123,42 @@ def _unordered(module: fx.GraphModule) -> fx.GraphModule:
             taken.meta = dict(after.meta)
         after.replace_all_uses_with(taken)
         graph.erase_node(after)
+    if over_logits := graph.find_nodes(op="call_function", target=_over_logits):
+        for node in over_logits:
+            _spare_logits(graph, node)
+        refresh(graph)
     module.recompile()
     return module
+
+
+def _spare_logits(graph: fx.Graph, node: fx.Node) -> None:
+    """Has the gradient that takes the place of the logits be elsewhere: a backward pass may run again.
+
+    Where the logits are a part of what lies there, as where their rows are padded, all that is copied.
+    """
+    logits = node.all_input_nodes[1]
+    base, *views = (one for one in graph.nodes if one < node and dataflow.storages(one) == dataflow.storages(logits))
+    later = {one for one in graph.nodes if node < one}
+    is_whole = _sees_the_same(base, logits) and base.meta["val"].is_contiguous()
+    moved: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(node):
+        if is_whole:
+            moved[base] = graph.call_function(_beside_logits, node.args, dict(node.kwargs))
+        else:
+            moved[base] = graph.call_function(torch.ops.aten.clone.default, (base,))
+        for view in views:
+            moved[view] = graph.node_copy(view, lambda one: moved.get(one, one))
+        if not is_whole:
+            graph.node_copy(node, lambda one: moved.get(one, one))
+    for one, other in reversed(moved.items()):
+        other.meta = dict(one.meta)
+        one.replace_all_uses_with(other, delete_user_cb=later.__contains__)
+        if not other.users:
+            graph.erase_node(other)
+    graph.erase_node(node)
+
+
+def _sees_the_same(one: fx.Node, other: fx.Node) -> bool:
+    """Of two nodes whose values share memory."""
+    value, another = one.meta["val"], other.meta["val"]
+    return value.size() == another.size() and same_layout(value, another)

@@ -310,6 +310,49 @@ def test_an_output_computed_from_another(way: str, device: str) -> None:
     assert train(device, make, loop=loop, replays=STEPS - EAGER).status().fused
 
 
+class LanguageModel(nn.Module):
+    """The loss of a vocabulary, of which a GPU's kernel would leave the gradient in the place of the logits."""
+
+    def __init__(self, size: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(size, 8), nn.Linear(8, size, bias=False)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
+            logits = self.last(self.embedding(x).tanh())
+            return functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+
+def tokens(size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(size, (3, 5), generator=generator) for _ in range(2))
+    return x, y
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(11, None), (11, torch.bfloat16), (2500, torch.bfloat16)], ids=str)
+def test_a_loss_of_a_vocabulary_may_go_back_twice(size: int, dtype: torch.dtype | None) -> None:
+    """In the last case the rows of logits are padded."""
+    torch.manual_seed(0)
+    program, flat = program_of(LanguageModel(size, dtype), *tokens(size))
+    fused = improved(program, flat)
+    assert fused is not None
+    (before,), (part,) = program.parts, fused.parts
+    inputs = [tensor.detach() for tensor in flat]
+    names = [str(node.target) for module in (fused.forward, part.backward) for node in module.graph.nodes]
+    assert "kitsune.cross_entropy.default" in names
+    with torch.no_grad():
+        found, wanted = fused.forward(*inputs), program.forward(*inputs)
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-2 if dtype else 1e-6, atol=0)
+        tangent = torch.ones(())
+        grads = before.backward(*(wanted[1:][index] for index in before.saved), tangent)
+        for _ in range(2):
+            again = part.backward(*(found[1:][index] for index in part.saved), tangent)
+            for one, other in zip(again, grads, strict=True):
+                torch.testing.assert_close(one, other, rtol=3e-2 if dtype else 1e-5, atol=1e-3 if dtype else 1e-7)
+    assert any(name.startswith("kitsune.cross_entropy_backward_.") for name in names) == (size == 2500)
+
+
 def test_parts_of_a_backward_pass_stay_apart() -> None:
     (x, y), _ = batch(0)
     program, flat = program_of(WithLoss(), x, y)
