@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+MOST_ALIKE = 2
+"""Graphs that do the same; see `free_place`."""
+
 
 class HandedOut:
     """Tensors of a graph whose aliases are given to the user."""
@@ -29,7 +32,7 @@ class HandedOut:
 
 
 def free_place(alternates: Sequence[HandedOut]) -> int | None:
-    """Which of two graphs that do the same may be replayed, the first for choice; None if there is none.
+    """Which of up to `MOST_ALIKE` graphs that do the same may be replayed, the first for choice; None if none may.
 
     The second lies in the memory of the first, but for what both hand out: it may have been recorded over what the
     first reads and writes meanwhile, so that neither is replayed while anything of the second is in use.

@@ -9,13 +9,11 @@ import torch
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart
 from kitsune.execution.in_order import InOrder
-from kitsune.execution.ownership import HandedOut, free_place
+from kitsune.execution.ownership import MOST_ALIKE, HandedOut, free_place
 from kitsune.loop.recording import Recording
 
 # Which roots have no gradient hardly ever changes.
 _MOST_RECORDINGS = 4
-
-_MOST_ALIKE = 2
 
 Record = Callable[[BackwardPart, frozenset[int], Recording | None], Recording | None]
 """Records `part.without(missing)`, if that can be; in the memory of another recording, where its gradients stay."""
@@ -147,7 +145,7 @@ class _Case:
         self.recordings.append(recording)
         self._static.append(static)
         self._handed_out.append(HandedOut(static))
-        self.may_record = len(self.recordings) < _MOST_ALIKE
+        self.may_record = len(self.recordings) < MOST_ALIKE
         return static
 
     def free(self) -> Recording | None:

@@ -26,7 +26,7 @@ from kitsune.config import Config
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.handout import handout, is_small
-from kitsune.execution.ownership import HandedOut, free_place
+from kitsune.execution.ownership import MOST_ALIKE, HandedOut, free_place
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow
 from kitsune.loop.backward_recorder import BackwardRecorder
@@ -34,8 +34,6 @@ from kitsune.loop.following import Tail
 from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Facts, attribute, result
-
-_MOST_ALIKE = 2
 
 
 @dataclass
@@ -122,7 +120,7 @@ class TailStep:
         alike = self._recorded.get(key, ())
         place = free_place([one.handed_out for one in alike])
         recorded = None if place is None else alike[place]
-        if recorded is None and (len(alike) == _MOST_ALIKE or key in self._alone):
+        if recorded is None and (len(alike) == MOST_ALIKE or key in self._alone):
             return None
         if recorded is None or not recorded.surroundings.hold():
             refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()

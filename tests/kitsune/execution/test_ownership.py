@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitsune.execution.ownership import HandedOut
+from kitsune.execution.ownership import HandedOut, free_place
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,19 @@ def test_a_gradient_that_autograd_took_over_counts() -> None:
 
 def test_nothing_handed_out() -> None:
     assert not HandedOut([]).in_use()
+
+
+def test_of_two_graphs_neither_is_free_while_the_second_is_in_use() -> None:
+    first, second = torch.ones(3), torch.ones(3)
+    both = [HandedOut([first]), HandedOut([second])]
+    assert free_place([]) is None
+    assert free_place(both) == 0
+    held = first.detach()
+    assert free_place(both) == 1
+    assert free_place(both[:1]) is None
+    other = second.detach()
+    assert free_place(both) is None
+    del held
+    assert free_place(both) is None
+    del other
+    assert free_place(both) == 0
