@@ -29,6 +29,11 @@ def look_for_random_state(module: fx.GraphModule) -> None:
         module.recompile()
 
 
+def original(target: Any) -> Any:
+    """The operator of PyTorch's that `target` runs after a look; else `target` itself."""
+    return _ORIGINALS.get(target, target)
+
+
 def run_looking(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """`operator(*args, **kwargs)`, a backward pass, with the state of random numbers where it reads it.
 
@@ -76,12 +81,11 @@ def _on_host(state: Tensor) -> Tensor:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-efficient_attention_backward = _define(_aten._efficient_attention_backward.default)
-scaled_dot_product_efficient_attention_backward = _define(
-    _aten._scaled_dot_product_efficient_attention_backward.default
-)
-
 _LOOKING: Mapping[Any, torch._ops.OpOverload] = {
-    _aten._efficient_attention_backward.default: efficient_attention_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: scaled_dot_product_efficient_attention_backward,
+    operator: _define(operator)
+    for operator in (
+        _aten._efficient_attention_backward.default,
+        _aten._scaled_dot_product_efficient_attention_backward.default,
+    )
 }
+_ORIGINALS = {looking: operator for operator, looking in _LOOKING.items()}

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from kitsune.graph import dataflow
-from kitsune.graph.attention import scaled_dot_product_efficient_attention_backward
+from kitsune.graph.attention import original
 from kitsune.graph.factors import Dims, Factor, Form, common_parts, of_itself, size_of, sizes_of
 from kitsune.graph.values import mode_of, value
 
@@ -36,7 +36,6 @@ _ATTENTIONS = {
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
-    scaled_dot_product_efficient_attention_backward,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -143,7 +142,7 @@ class _Conversion:
         """An operand for an operator that takes elements in the order that they had."""
         if operand in self._made:
             return self._made[operand]
-        is_attention = node.target in _ATTENTIONS
+        is_attention = original(node.target) in _ATTENTIONS
         if not (is_attention or _is_aten(node)) or any(dataflow.written(node)):
             return self._exactly(operand)
         if dataflow.draws_random_numbers(node) and not is_attention:

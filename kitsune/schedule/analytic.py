@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from kitsune.graph import dataflow
-from kitsune.graph.attention import scaled_dot_product_efficient_attention_backward
+from kitsune.graph.attention import original
 
 _aten = torch.ops.aten
 
@@ -47,7 +47,6 @@ _ATTENTION_BACKWARD = {
     _aten._scaled_dot_product_flash_attention_backward,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward,
     _aten._scaled_dot_product_efficient_attention_backward,
-    scaled_dot_product_efficient_attention_backward.overloadpacket,
     _aten._scaled_dot_product_cudnn_attention_backward,
     _aten._scaled_dot_product_fused_attention_overrideable_backward,
 }
@@ -148,7 +147,8 @@ def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
 
 
 def _packet(node: fx.Node) -> Any:
-    return node.target.overloadpacket if isinstance(node.target, torch._ops.OpOverload) else node.target
+    target = original(node.target)
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
 
 
 def _flops(node: fx.Node) -> int:
