@@ -50,7 +50,8 @@ class Config:
             seconds to minutes.
         max_memory: the most bytes of device memory that one recorded graph may use for intermediates and static
             inputs, as estimated from its operators; an int, or text such as `"2GB"`. None: no bound. A loop has a
-            graph for each of the forward pass, the backward pass and the update, and all have some for each signature.
+            graph for each of the forward pass, the backward pass and the update, and another one for backward passes
+            whose gradients are added to earlier ones; all have some for each signature.
         max_graphs: of how many signatures of the inputs captured graphs are kept; those of the least recently
             used one are released first.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, and

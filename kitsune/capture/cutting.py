@@ -48,10 +48,13 @@ class Cut:
         return sorted(range(len(self.roots)), key=lambda index: order[self.roots[index][0]])
 
     def layouts(self) -> list[TensorLayout]:
-        """Of the gradients of the roots: an output's is laid out like it, another one has no gaps."""
+        """Of the gradients of the roots: an output's is laid out like it, if that can be; another one has no gaps."""
         examples = [_examples(node)[index] for node, index in self.roots]
         outputs, others = examples[: self.num_outputs], examples[self.num_outputs :]
-        return [*map(TensorLayout.of, outputs), *(TensorLayout.of(torch.empty_like(other)) for other in others)]
+        return [
+            *map(TensorLayout.of_gradient, outputs),
+            *(TensorLayout.of(torch.empty_like(other)) for other in others),
+        ]
 
 
 class Root(NamedTuple):

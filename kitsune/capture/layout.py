@@ -20,6 +20,13 @@ class TensorLayout:
     def of(cls, tensor: torch.Tensor) -> TensorLayout:
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
+    @classmethod
+    def of_gradient(cls, tensor: torch.Tensor) -> TensorLayout:
+        """Of a gradient of `tensor`: like it, but without gaps where elements of it may share memory."""
+        return cls.of(
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) if _may_overlap(tensor) else tensor
+        )
+
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
@@ -30,6 +37,17 @@ class TensorLayout:
     def without_memory(self) -> torch.Tensor:
         """A tensor of this kind, and of one element's memory: it stands for one in autograd's graph."""
         return torch.empty_strided(self.size, (0,) * len(self.size), dtype=self.dtype, device=self.device)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory, as those of an expanded tensor or of windows do."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,10 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
         if inner is not inspect.unwrap(type(optimizer).step):
             return Refusal("optimizer.step was replaced")
     hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
+        vars(optimizer).get(
+            "_optimizer_step_pre_hooks"
+        ),  # optimizers whose class leaves `super().__init__` out have none
+        vars(optimizer).get("_optimizer_step_post_hooks"),
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )

@@ -71,6 +71,8 @@ class CudaGraph:
         if handout is not None:
             with torch.cuda.device(device):
                 handout.prepare(self._warm_outputs[: handout.count])
+        if warm_up is not None:  # on what another recording has left: no third one begins with what this one gives
+            self._warm_outputs = ()
         spare_garbage_in_forks()
         self._graph = torch.cuda.CUDAGraph()
         self.pool = pool

@@ -13,10 +13,10 @@ from kitsune.execution.ownership import MOST_ALIKE, HandedOut, free_place
 from kitsune.loop.recording import Recording
 
 # Which roots have no gradient hardly ever changes.
-_MOST_RECORDINGS = 4
+_MOST_CASES = 4
 
 Record = Callable[[BackwardPart, frozenset[int], Recording | None], Recording | None]
-"""Records `part.without(missing)`, if that can be; in the memory of another recording, where its gradients stay."""
+"""Records `part.without(missing)`, if that can be; beside a recording of it, where there is one: see `free_place`."""
 
 
 class BackwardGraph:
@@ -36,6 +36,7 @@ class BackwardGraph:
 
     Attributes:
         num_copied: how often it ran into new memory, to spare gradients still in use.
+        num_kept: of these, how often there was no other graph to come.
         num_partial: how often it ran operator by operator, as some of its roots had no gradient.
     """
 
@@ -47,7 +48,7 @@ class BackwardGraph:
         gradients: dict[int, torch.Tensor],
     ) -> None:
         self.part = part
-        self.num_copied = self.num_partial = 0
+        self.num_copied = self.num_kept = self.num_partial = 0
         self._layouts, self._gradients = layouts, gradients
         self._records = recording is not None
         self._cases = {frozenset[int](): _Case(InOrder(part.backward))}
@@ -77,7 +78,9 @@ class BackwardGraph:
         else:
             if self._records:
                 self.num_partial += not case.recordings
-                self.num_copied += bool(case.recordings) and not have_moved
+                is_copied = bool(case.recordings) and not have_moved
+                self.num_copied += is_copied
+                self.num_kept += is_copied and not case.may_record
                 if not have_moved and case.may_record and missing not in self._wanted:
                     self._wanted.append(missing)
             grads = case.in_order(inputs)
@@ -85,7 +88,12 @@ class BackwardGraph:
 
     @property
     def has_new_cases(self) -> bool:
-        """Whether there is something to be recorded, whose gradients will lie elsewhere."""
+        """Whether a case is to be recorded for the first time: its gradients will lie elsewhere then."""
+        return any(not self._cases[missing].recordings for missing in self._wanted)
+
+    @property
+    def wants_recordings(self) -> bool:
+        """Whether there is anything to be recorded."""
         return bool(self._wanted)
 
     def record_cases(self, record: Record) -> None:
@@ -94,7 +102,7 @@ class BackwardGraph:
             missing = self._wanted[0]
             case = self._cases[missing]
             recording = None
-            if sum(len(one.recordings) for one in self._cases.values()) < _MOST_RECORDINGS:
+            if case.recordings or sum(bool(one.recordings) for one in self._cases.values()) < _MOST_CASES:
                 recording = record(self.part, missing, case.recordings[0] if case.recordings else None)
             if recording is None:
                 case.may_record = False

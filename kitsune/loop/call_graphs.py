@@ -158,22 +158,28 @@ class CallGraphs:
         """See `BackwardGraph`."""
         return self._has_gone_back and True in [graph.has_new_cases for graph in self._backwards]
 
+    @property
+    def wants_recordings(self) -> bool:
+        """See `BackwardGraph`."""
+        return self._has_gone_back and True in [graph.wants_recordings for graph in self._backwards]
+
     def record_cases(self, record: Record) -> None:
         """See `BackwardGraph`."""
         for graph in self._backwards:
             graph.record_cases(record)
 
-    def take_counts(self) -> tuple[int, int]:
-        """The sums of `num_copied` and `num_partial` of its backward graphs, since this was last asked."""
-        copied = partial = 0
+    def take_counts(self) -> tuple[int, int, int]:
+        """The sums of `num_copied`, `num_kept` and `num_partial` of its backward graphs, since this was last asked."""
+        copied = kept = partial = 0
         if not self._has_gone_back:
-            return copied, partial
-        self._has_gone_back = self.has_new_cases
+            return copied, kept, partial
+        self._has_gone_back = self.wants_recordings
         for graph in self._backwards:
             copied += graph.num_copied
+            kept += graph.num_kept
             partial += graph.num_partial
-            graph.num_copied = graph.num_partial = 0
-        return copied, partial
+            graph.num_copied = graph.num_kept = graph.num_partial = 0
+        return copied, kept, partial
 
     def refuse_backward(self) -> None:
         """A backward pass is to be differentiated or batched.

@@ -179,13 +179,13 @@ class SplitStep(GuardedStep):
             return 0
         if self._graphs.tail_step is not None:
             self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
-        wants_recordings = self._graphs.has_new_cases and self.chooser.refusal is None
+        wants_recordings = self._graphs.wants_recordings and self.chooser.refusal is None
         if wants_recordings and is_quiet() and refuse_surroundings() is None:
             self._graphs.record_cases(self._record_case)
-        copied, partial = self._graphs.take_counts()
-        if copied:
-            kept = Refusal("gradients of an earlier backward pass are kept", remedy="use zero_grad(set_to_none=True)")
-            self._log.add(RefusedError(kept, passing=True))
+        copied, kept, partial = self._graphs.take_counts()
+        if kept:
+            reason, remedy = "gradients of earlier backward passes are kept", "let go of them before the next one"
+            self._log.add(RefusedError(Refusal(reason, remedy=remedy), passing=True))
         if partial:
             unused = Refusal("not all outputs had a gradient in a backward pass, which ran operator by operator")
             self._log.add(RefusedError(unused, passing=True))

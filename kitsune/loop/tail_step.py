@@ -119,9 +119,12 @@ class TailStep:
         key = tail, whole
         alike = self._recorded.get(key, ())
         place = free_place([one.handed_out for one in alike])
+        if place is None and (len(alike) == MOST_ALIKE or key in self._alone):
+            _make_way(alike)
+            place = free_place([one.handed_out for one in alike])
+            if place is None:
+                return None
         recorded = None if place is None else alike[place]
-        if recorded is None and (len(alike) == MOST_ALIKE or key in self._alone):
-            return None
         if recorded is None or not recorded.surroundings.hold():
             refusal = refuse_parameter_hooks(self._trained.values()) or refuse_surroundings()
             if refusal is None and recorded is None:
@@ -227,6 +230,17 @@ def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
     if is_apart and False not in [value.is_contiguous() for value in values.values()]:
         return {place: value.clone() for place, value in values.items()}
     return copy.deepcopy(values)
+
+
+def _make_way(alike: Sequence[_Recorded]) -> None:
+    """Gives static gradients that are in `.grad` memory of their own, of the latest recordings, as far as is needed."""
+    for one in reversed(alike):
+        places = {tensor.data_ptr() for tensor in one.static}
+        for param in one.trained:
+            if param.grad is not None and param.grad.data_ptr() in places:
+                param.grad.data = param.grad.clone()
+        if free_place([other.handed_out for other in alike]) is not None:
+            return
 
 
 def _may_add(there: Sequence[Tensor]) -> bool:

@@ -208,7 +208,21 @@ class Halving(torch.optim.Optimizer):
                 param.sub_(param.grad * group["lr"] * 0.5)
 
 
-WITHOUT_A_RULE: list[Kind] = [torch.optim.Adafactor, torch.optim.Muon, Halving]
+class Wrapping(torch.optim.Optimizer):
+    """Somebody else's, around another optimizer, without what the base class sets up."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = torch.optim.SGD(params, lr=lr)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+WITHOUT_A_RULE: list[Kind] = [torch.optim.Adafactor, torch.optim.Muon, Halving, Wrapping]
 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_RULE)

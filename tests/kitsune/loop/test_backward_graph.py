@@ -15,6 +15,7 @@ from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import backward_graph, backward_recorder
 from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.backward_recorder import BackwardRecorder
+from kitsune.loop.update_step import UpdateStep
 from tests.kitsune.training import Net, Nothing, Training, adam, batch, compare, plain_loop, sgd
 
 STEPS = 8
@@ -103,7 +104,7 @@ def test_each_case_is_recorded_once(place: str, ran: list[bool]) -> None:
 
 
 def test_only_so_many_are_recorded(place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_graph, "_MOST_RECORDINGS", 2)
+    monkeypatch.setattr(backward_graph, "_MOST_CASES", 2)
     training = same(place, [(0,), (1,)])
     if is_recorded(training):
         assert sorted({*ran[-2:]}) == [False, True]
@@ -177,14 +178,85 @@ def test_a_second_graph_that_cannot_be_recorded(place: str, ran: list[bool], mon
         assert any("too little device memory" in refusal for refusal in training.status().refusals)
 
 
-def adding(device: str, loop: Callable[..., Tensor]) -> Training:
+def test_each_case_has_a_second_graph(place: str, ran: list[bool]) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        for head in range(3):
+            for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
+                loss = functional.cross_entropy(training.model(part_x)[head], part_y)
+                loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = adding(place, loop, Heads)
+    if is_recorded(training):
+        assert all(ran[12:]), "each case was met for the first time in the first step, and in the second while in use"
+        assert training.status().fallbacks == ran.count(False)
+
+
+def test_a_second_graph_that_has_to_wait_keeps_no_update_waiting(
+    place: str, ran: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are others than those that updates read."""
+    updates: list[bool] = []
+    replay = UpdateStep.replay
+
+    def noted(self: UpdateStep) -> bool:
+        updates.append(replay(self))
+        return updates[-1]
+
+    monkeypatch.setattr(UpdateStep, "replay", noted)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = training.loss_fn(training.model(part_x), part_y)
+            loss.backward()
+        with torch.autograd.detect_anomaly(check_nan=False):
+            training.optimizer.step()
+        return loss.detach()
+
+    training = adding(place, loop)
+    if is_recorded(training):
+        assert ran.count(False) == len(ran) / 2
+    assert updates[-3:] == [True, True, True]
+
+
+def adding(device: str, loop: Callable[..., Tensor], model: Callable[[], nn.Module] = Net) -> Training:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = Net().to(device, torch.float64)
-        return model, adam(model)
+        module = model().to(device, torch.float64)
+        return module, adam(module)
 
     batches = partial(batch, size=8, dtype=torch.float64, device=device)
     return compare("drop_in", build, loop=loop, steps=STEPS, batches=batches, replays=3, rtol=1e-9, atol=1e-11)
+
+
+class Overlapping(nn.Module):
+    """A policy's mean and its spread, which is the same for all items, and windows of three means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean = self.mean(x)
+        return mean, self.spread.exp().expand_as(mean), (mean * 2).unfold(0, 3, 1)
+
+
+@pytest.mark.support("Models", "an output whose elements share memory (expanded, windows)", "replayed")
+def test_outputs_whose_elements_share_memory(place: str, ran: list[bool]) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        mean, spread, windows = training.model(x)
+        weights = torch.arange(windows.numel(), dtype=x.dtype, device=x.device).view(windows.shape)
+        loss = ((mean - y[:, None]) / spread).square().mean() + spread.log().sum() + (windows * weights).tanh().mean()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    adding(place, loop, Overlapping)
+    assert len(ran) >= 3 * (STEPS - 2), "each output has a backward pass of its own"
 
 
 class Bias(nn.Module):

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.capture.following import PendingTensor
+from kitsune.errors import Refusal, RefusedError
 from kitsune.loop import tail_step
+from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.following import Tails
 from kitsune.loop.tail_step import TailStep
@@ -187,6 +189,54 @@ def test_a_call_whose_output_is_dropped_does_not_run(device: torch.device, count
 
     alike(body, device)
     assert (counts.alone, counts.whole) == (1, STEPS - FIRST)
+
+
+def forgetting(loop: Loop, part: int) -> None:
+    """The gradient of one parameter goes, in the midst of a step."""
+    if part == 1:
+        loop.model.first.weight.grad = None
+
+
+def holding(loop: Loop, part: int) -> None:
+    """Gradients of the step before are still referred to, as for a log."""
+    if part == 3:
+        loop.memo["grads"] = [param.grad for param in loop.model.parameters()]
+
+
+ADDING: dict[str, Callable[[Loop, int], None]] = {
+    "alone": lambda loop, part: None,
+    "some forgotten": forgetting,
+    "some kept": holding,
+    "no second graph": lambda loop, part: None,
+}
+
+
+@pytest.mark.parametrize("name", ADDING)
+def test_calls_whose_gradients_are_added_up_run_with_their_backward_pass(
+    name: str, device: torch.device, counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "no second graph":
+        record = BackwardRecorder.record_tail
+
+        def record_first(self: BackwardRecorder, *args: Any, beside: Any, **options: Any) -> Any:
+            if beside is not None:
+                raise RefusedError(Refusal("there is too little memory"))
+            return record(self, *args, beside=beside, **options)
+
+        monkeypatch.setattr(BackwardRecorder, "record_tail", record_first)
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loop.optimizer.zero_grad()
+        for part in range(4):
+            loss = functional.cross_entropy(loop.model(x), y) / 4
+            loss.backward()
+            ADDING[name](loop, part)
+        loop.optimizer.step()
+        return loss.item()
+
+    alike(body, device)
+    replayed = 4 * STEPS - FIRST - 1  # two steps are eager by design, of which the second's calls are looked at
+    assert counts.whole >= replayed - 5
 
 
 class Double(nn.Module):
