@@ -6,12 +6,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import RefusalLog
 from kitsune.loop.guarded_step import GuardedStep
 
 # Signatures that hold no graph are cheap to remember, and forgetting one means timing it again.
 _REMEMBERED_PER_GRAPH = 16
 
+# Where so many were met and fewer calls were replayed, the user is told what a signature is.
+_MANY_SIGNATURES = 50
+_HARDLY_ANY_TWICE = Refusal(
+    f"{_MANY_SIGNATURES} signatures of the arguments were met, hardly any of them twice: shapes are part of them, and "
+    "so are numbers and text, whether the model uses them or not",
+    remedy="pass numbers that change as tensors, leave out what the model has no use for, or pad to few shapes",
+)
 
 S = TypeVar("S", bound=GuardedStep)
 
@@ -23,7 +31,7 @@ class StepCache(Generic[S]):
         self._max_graphs = max_graphs
         self._log = log
         self._steps: OrderedDict[Hashable, S] = OrderedDict()
-        self._past_replays = 0
+        self._num_met = self._past_replays = 0
         self._past_setup_seconds = 0.0
 
     def get(self, key: Hashable, make: Callable[[], S]) -> S:
@@ -31,6 +39,9 @@ class StepCache(Generic[S]):
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = make()
+            self._num_met += 1
+            if self._num_met == _MANY_SIGNATURES and self.replays < _MANY_SIGNATURES:
+                self._log.add(RefusedError(_HARDLY_ANY_TWICE, passing=True))
             if len(self._steps) > self._max_graphs * _REMEMBERED_PER_GRAPH:
                 self._forget(next(iter(self._steps)))
         else:

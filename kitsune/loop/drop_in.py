@@ -82,6 +82,7 @@ class DropInLoop:
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
         self._latest_updated = False
+        self._has_called = True  # in the latest iteration, or in this one
         self._fallbacks = 0
         self._is_paused = False
         self._finder = ModuleFinder(self._params(), self, self._only)
@@ -238,6 +239,7 @@ class DropInLoop:
             step.chooser.finish(choice, count)
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)
+        self._has_called = bool(self._iteration)
         self._iteration.clear()
         self._finder.count_step()
         if not self._modules and (refusal := self._finder.refusal()) is not None:
@@ -342,6 +344,11 @@ class DropInLoop:
         )
 
     def _mode(self) -> tuple[str, str]:
+        if not self._has_called and self._modules:
+            return (
+                "eager",
+                "the latest iteration had no call of the model that could be replayed: its methods are not followed",
+            )
         if self._latest is not None:
             return self._latest.describe()
         if self._refusals:

@@ -2,7 +2,7 @@
 
 What a graph may not rely on is destroyed: its outputs before the first call; whenever it runs, those of all graphs of
 its pool that were recorded later, for which its own values were no more; and those of a released graph if there are
-others. Without them its outputs are the memory of whoever still refers to them.
+others that were recorded before it. Without them its outputs are the memory of whoever still refers to them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StaticMemory(CudaGraph):
 
     def release(self) -> None:
         self._neighbours.discard(self)
-        if self._neighbours:
+        if any(neighbour._number < self._number for neighbour in self._neighbours):
             self._destroy()
         self._outputs = self._warm_outputs = ()
         self._static.clear()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from kitsune.loop import cache
 from kitsune.loop.interception import PATIENCE_STEPS
 from tests.kitsune.training import FORMS, Batch, Build, Net, Training, adam, batch, compare, net_and_adam
 
@@ -738,3 +739,49 @@ def test_grad_mode_off_in_the_callers_context() -> None:
     assert not output.requires_grad
     with torch.inference_mode():
         assert model(batch(0)[0][0]).is_inference()
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_number_that_differs_at_each_call(form: str) -> None:
+    """Each makes a signature of its own: the status says so once there are many."""
+
+    def batches(index: int) -> Batch:
+        (x, y), _ = batch(index)
+        return (x, 1 + index / 10, y), {}
+
+    step = {"forward": lambda model, x, factor, y: functional.cross_entropy(model(x, factor), y)}
+    training = compare(form, building(Scaled), step=step, batches=batches, steps=cache._MANY_SIGNATURES - 1, replays=0)
+    assert training.status().refusals == ()
+    training.run(2, batches, start=cache._MANY_SIGNATURES - 1)  # a loop looks for the model in its first
+    (refusal,) = training.status().refusals
+    assert "hardly any of them twice" in refusal
+    assert "pass numbers that change as tensors" in refusal
+
+
+def test_a_loop_that_ceases_to_call_the_model() -> None:
+    class Density(Net):
+        def log_prob(self, x: Tensor) -> Tensor:
+            return -super().forward(x).square().sum(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.log_prob(x)
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        index = training.memo["index"] = training.memo.get("index", -1) + 1
+        loss = -(training.model(x) if index < 6 else training.model.log_prob(x)).mean()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    training = compare("drop_in", building(Density), loop=loop, steps=6)
+    assert training.status().mode == "replay"
+    training = compare("drop_in", building(Density), loop=loop, steps=10, replays=4)
+    status = training.status()
+    assert (status.mode, status.covered) == ("eager", ())
+    assert "its methods are not followed" in status.reason
