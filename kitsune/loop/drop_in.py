@@ -344,7 +344,7 @@ class DropInLoop:
         )
 
     def _mode(self) -> tuple[str, str]:
-        if not self._has_called and self._modules:
+        if self._latest is not None and not self._has_called:
             return (
                 "eager",
                 "the latest iteration had no call of the model that could be replayed: its methods are not followed",

@@ -779,6 +779,9 @@ def test_a_loop_that_ceases_to_call_the_model() -> None:
         training.optimizer.step()
         return loss.detach()
 
+    training = Training("drop_in", *building(Density)(), loop=loop)
+    training.run(1)
+    assert training.status().mode == "idle", "the model was looked for"
     training = compare("drop_in", building(Density), loop=loop, steps=6)
     assert training.status().mode == "replay"
     training = compare("drop_in", building(Density), loop=loop, steps=10, replays=4)
