@@ -46,11 +46,10 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
         inner = inspect.unwrap(step) if hasattr(step, "_wrapped_by_lr_sched") else step
         if inner is not inspect.unwrap(type(optimizer).step):
             return Refusal("optimizer.step was replaced")
+    own = vars(optimizer)  # without hooks where a class leaves out `super().__init__()`
     hooks = (
-        vars(optimizer).get(
-            "_optimizer_step_pre_hooks"
-        ),  # optimizers whose class leaves `super().__init__` out have none
-        vars(optimizer).get("_optimizer_step_post_hooks"),
+        own.get("_optimizer_step_pre_hooks"),
+        own.get("_optimizer_step_post_hooks"),
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )

@@ -7,7 +7,7 @@ call for that (its own CUDA graph trees use this one).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -23,9 +23,17 @@ class HandedOut:
         self._places = [storage._cdata for storage in self._storages]
         self._own = self._counts()
 
-    def in_use(self) -> bool:
-        """Whether any of them is referred to by more than when this object was made."""
-        return self._counts() != self._own
+    def in_use(self, besides: Collection[int] = ()) -> bool:
+        """Whether any of them is referred to by more than when this object was made.
+
+        Args:
+            besides: addresses of storages to which one more reference is known.
+        """
+        counts = self._counts()
+        if counts == self._own:
+            return False
+        known = [storage.data_ptr() in besides for storage in self._storages]
+        return any(count > own + more for count, own, more in zip(counts, self._own, known, strict=True))
 
     def _counts(self) -> list[int]:
         return list(map(torch._C._storage_Use_Count, self._places))

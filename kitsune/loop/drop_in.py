@@ -344,13 +344,10 @@ class DropInLoop:
         )
 
     def _mode(self) -> tuple[str, str]:
-        if self._latest is not None and not self._has_called:
-            return (
-                "eager",
-                "the latest iteration had no call of the model that could be replayed: its methods are not followed",
-            )
-        if self._latest is not None:
+        if self._latest is not None and self._has_called:
             return self._latest.describe()
+        if self._latest is not None:
+            return "eager", "the latest iteration had no call of the model that can be replayed: its methods cannot"
         if self._refusals:
             return "eager", str(next(iter(self._refusals.values())))
         if not self._modules and (refusal := self._finder.refusal()) is not None:

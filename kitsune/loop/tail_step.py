@@ -233,12 +233,17 @@ def _copies(values: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
 
 
 def _make_way(alike: Sequence[_Recorded]) -> None:
-    """Gives static gradients that are in `.grad` memory of their own, of the latest recordings, as far as is needed."""
+    """Gives static gradients that are in `.grad` memory of their own, of the latest recordings, as far as is needed.
+
+    Not where anything else refers to them: a view of a gradient sees what is added to it.
+    """
     for one in reversed(alike):
         places = {tensor.data_ptr() for tensor in one.static}
-        for param in one.trained:
-            if param.grad is not None and param.grad.data_ptr() in places:
-                param.grad.data = param.grad.clone()
+        here = [grad for param in one.trained if (grad := param.grad) is not None and grad.data_ptr() in places]
+        if one.handed_out.in_use({grad.untyped_storage().data_ptr() for grad in here}):
+            return
+        for grad in here:
+            grad.data = grad.clone()
         if free_place([other.handed_out for other in alike]) is not None:
             return
 

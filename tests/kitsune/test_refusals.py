@@ -787,4 +787,4 @@ def test_a_loop_that_ceases_to_call_the_model() -> None:
     training = compare("drop_in", building(Density), loop=loop, steps=10, replays=4)
     status = training.status()
     assert (status.mode, status.covered) == ("eager", ())
-    assert "its methods are not followed" in status.reason
+    assert "its methods cannot" in status.reason

@@ -98,19 +98,6 @@ def test_a_loop(name: str) -> None:
     assert bool(held) == name.startswith("holding")
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_gradients_that_add_up(micro_batches: int) -> None:
-    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
-        training.optimizer.zero_grad()
-        for part_x, part_y in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
-            loss = training.loss_fn(training.model(part_x), part_y) / micro_batches
-            loss.backward()
-        training.optimizer.step()
-        return loss.detach()
-
-    compare("drop_in", loop=loop, batches=lambda index: batch(index, size=8), replays=3 * micro_batches)
-
-
 @pytest.mark.parametrize("step", [{"accumulate": 2}, {"accumulate": 3, "clip_grad_norm": 0.1}], ids=str)
 def test_sums_of_a_train_step(step: dict[str, Any]) -> None:
     sizes = (6, 4)

@@ -239,6 +239,28 @@ def test_calls_whose_gradients_are_added_up_run_with_their_backward_pass(
     assert counts.whole >= replayed - 5
 
 
+@pytest.mark.parametrize("has_second", [True, False])
+def test_a_view_of_a_gradient_sees_what_is_added(
+    has_second: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever graphs are in use: gradients get no memory of their own while somebody looks at a part of one."""
+    if not has_second:
+        monkeypatch.setattr(tail_step, "MOST_ALIKE", 1)
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loop.optimizer.zero_grad()
+        views: list[Tensor] = []
+        for part in range(4):
+            functional.cross_entropy(loop.model(x * (part + 1)), y).backward()
+            views = views or [param.grad.view(-1) for param in loop.model.parameters()]
+        loop.optimizer.step()
+        held = loop.memo.setdefault("held", [])
+        held.append(views if loop.index % 3 == 0 else None)
+        return [view.clone() for view in views]
+
+    alike(body, device)
+
+
 class Double(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.double()
