@@ -94,6 +94,19 @@ def stream_reader(device: torch.device) -> Callable[[], int]:
     return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
+def index_reader(device: torch.device) -> Callable[[], int | None]:
+    """Tells which device of the type of `device` is current, by its index; always None on the CPU.
+
+    The public way takes ten times as long.
+    """
+    current: Callable[[], int | None] = torch._C._cuda_getDevice if device.type == "cuda" else _no_index
+    return current
+
+
+def _no_index() -> None:
+    return None
+
+
 @contextmanager
 def on_stream(stream: int, device: torch.device) -> Iterator[None]:
     """Within, a stream that has been current is so again; what was current waits for it afterwards."""

@@ -11,6 +11,7 @@ import torch
 
 from kitsune.background import wait_until_quiet
 from kitsune.collection import no_garbage_collection, spare_garbage_in_forks
+from kitsune.execution.copier import Copier
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import Handout
 from kitsune.execution.in_order import InOrder, Outputs
@@ -88,13 +89,13 @@ class CudaGraph:
             pool.leave()
             _mend(self._graph, handle, current)
             raise
-        self._static = [(position, self._inputs[position]) for position in self._copied]
+        self._copiers = [(place, Copier(self._inputs[place], inputs[place].stride())) for place in self._copied]
         self._inputs.clear()
         self._replay = self._graph.replay
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Outputs:
-        for position, static in self._static:
-            static.copy_(inputs[position], non_blocking=True)
+        for position, copy_in in self._copiers:
+            copy_in(inputs[position])
         if self._give is None:
             self._replay()
             outputs = self._outputs
@@ -119,7 +120,7 @@ class CudaGraph:
         self._give = None
         self._outputs = ()
         self._warm_outputs = ()
-        self._static.clear()
+        self._copiers.clear()
 
 
 def _warm_up(run: InOrder, inputs: list[torch.Tensor], mutated: Collection[int], stream: torch.cuda.Stream) -> Outputs:

@@ -47,4 +47,7 @@ def free_place(alternates: Sequence[HandedOut]) -> int | None:
     """
     if len(alternates) > 1 and alternates[1].in_use():
         return None
-    return next((place for place, one in enumerate(alternates) if not one.in_use()), None)
+    for place, one in enumerate(alternates):
+        if not one.in_use():
+            return place
+    return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kitsune.capture.layout import TensorLayout, copied
+from kitsune.execution.copier import Copier
 from kitsune.loop.following import EditedError, FollowedCall, Tail, Tails
 from kitsune.loop.tail_step import TailStep
 
@@ -59,7 +60,7 @@ class Deferral:
         self.trained: list[bool] = []
         self.turn = 0
         self._stable = stable
-        self._copies: list[tuple[int, Tensor]] = []  # places of arguments, and their memory
+        self._copiers: list[tuple[int, Copier]] = []  # of arguments, by their places
 
     def may_begin(self, tails: Tails) -> bool:
         """Whether the next call may be put off: nothing but time tells when it runs, and the loop has a known tail."""
@@ -70,9 +71,8 @@ class Deferral:
         self.turn += 1
         if not self.inputs:
             self._prepare(flat)
-        for place, memory in self._copies:
-            argument = flat[place]
-            memory.copy_(argument.detach() if argument.requires_grad else argument, non_blocking=True)
+        for place, copy_in in self._copiers:
+            copy_in(flat[place])
 
     def arguments(self) -> list[Tensor]:
         """The inputs as autograd knows them, with memory of their own for arguments."""
@@ -95,7 +95,8 @@ class Deferral:
             tensor.detach() if place in self._stable else TensorLayout.of(tensor).empty()
             for place, tensor in enumerate(flat)
         ]
-        self._copies = [(place, one) for place, one in enumerate(self.inputs) if place not in self._stable]
+        arguments = [(place, one) for place, one in enumerate(self.inputs) if place not in self._stable]
+        self._copiers = [(place, Copier(one, one.stride())) for place, one in arguments]
 
 
 class DeferredCall:

@@ -17,6 +17,7 @@ from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
 from kitsune.capture.watch import is_watched
 from kitsune.device import on_stream, stream_reader
+from kitsune.execution.copier import Copier
 
 _MOST_TAILS = 4
 
@@ -92,7 +93,7 @@ class Tail:
         operations: the calls of torch's functions whose results need a gradient, in their order.
         layouts: of their results.
         is_view: for each, whether the result lies in the memory of an output; it is computed at once.
-        given: for each operation, memory for its tensors that are not followed.
+        copiers: for each operation, of its tensors that are not followed, to memory of the tail's own.
         root: the place of the loss: an output's index, or that of an operation, counted from the number of outputs.
         refused: whether it cannot be replayed.
     """
@@ -100,13 +101,18 @@ class Tail:
     operations: list[Operation] = field(default_factory=list)
     layouts: list[TensorLayout] = field(default_factory=list)
     is_view: list[bool] = field(default_factory=list)
-    given: list[list[Tensor]] = field(default_factory=list)
+    copiers: list[list[Copier]] = field(default_factory=list)
     root: int = 0
     refused: bool = False
 
+    @property
+    def given(self) -> list[list[Tensor]]:
+        """That memory."""
+        return [[one.memory for one in own] for own in self.copiers]
+
     def beginning(self, count: int) -> Tail:
         """The first so many operations, to be gone on with in another way."""
-        return Tail(self.operations[:count], self.layouts[:count], self.is_view[:count], self.given[:count])
+        return Tail(self.operations[:count], self.layouts[:count], self.is_view[:count], self.copiers[:count])
 
     def continues(self, index: int, operation: Operation) -> bool:
         """Whether `operation` was the one at `index`."""
@@ -256,7 +262,8 @@ class Following:
         self._is_open = len(self._tails.known) < _MOST_TAILS and self._is_unchanged()
         if not self._is_open:
             return result
-        return self._followed(self._note(operation, TensorLayout.of(result), self._is_alias(result), kept), result)
+        copiers = [Copier(memory, tensor.stride()) for memory, tensor in zip(kept, given, strict=True)]
+        return self._followed(self._note(operation, TensorLayout.of(result), self._is_alias(result), copiers), result)
 
     def value(self, place: int) -> Tensor:
         """The plain tensor at a place, computed now if it has not been before."""
@@ -301,14 +308,14 @@ class Following:
     def _defer(self, given: list[Tensor]) -> Tensor:
         """The result of the next operation of known tails, as a tensor without a value."""
         tail, index = self._done, self._num_done
-        operation, is_view, own = tail.operations[index], tail.is_view[index], tail.given[index]
+        operation, is_view, own = tail.operations[index], tail.is_view[index], tail.copiers[index]
         if is_view and not operation.places() <= self._values.keys():
             self._compute()
         self._tails.lend(self)
         _fill(own, given)
         for other in self._candidates:
-            if other.given[index] is not own:  # tails that go on from one another have this memory in common
-                _fill(other.given[index], given)
+            if other.copiers[index] is not own:  # tails that go on from one another have this memory in common
+                _fill(other.copiers[index], given)
         self._num_done += 1
         place = len(self._layouts) + index
         if is_view:
@@ -341,13 +348,13 @@ class Following:
         with on_stream(self._stream, self._tails.device), plainly(), torch.inference_mode(False):
             return self._call.outputs()
 
-    def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, given: list[Tensor]) -> int:
+    def _note(self, operation: Operation, layout: TensorLayout, is_view: bool, copiers: list[Copier]) -> int:
         """The place of the result."""
         done = self._done
         done.operations.append(operation)
         done.layouts.append(layout)
         done.is_view.append(is_view)
-        done.given.append(given)
+        done.copiers.append(copiers)
         self._num_done += 1
         return len(self._layouts) + self._num_done - 1
 
@@ -382,10 +389,10 @@ class Following:
             raise RuntimeError(CHANGED)
         self._run_call()
         with plainly(), torch.inference_mode(False):
-            for index, operation, given in zip(range(count), done.operations, done.given, strict=False):
+            for index, operation, copiers in zip(range(count), done.operations, done.copiers, strict=False):
                 place = len(self._layouts) + index
                 if place not in self._values:
-                    self._values[place] = operation.run(self._values, _copies(given))
+                    self._values[place] = operation.run(self._values, _copies(copiers))
                     self._versions[place] = self._values[place]._version
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -459,14 +466,14 @@ class Following:
 _NOTHING = Tail()
 
 
-def _fill(memory: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    for place, tensor in zip(memory, given, strict=True):
-        place.copy_(tensor, non_blocking=True)
+def _fill(copiers: Sequence[Copier], given: Sequence[Tensor]) -> None:
+    for copy_in, tensor in zip(copiers, given, strict=True):
+        copy_in(tensor)
 
 
-def _copies(given: Sequence[Tensor]) -> list[Tensor]:
-    """For autograd to keep: the memory is for the next call."""
-    return [tensor.clone() for tensor in given]
+def _copies(copiers: Sequence[Copier]) -> list[Tensor]:
+    """Of what was copied, for autograd to keep: the memory is for the next call."""
+    return [one.memory.clone() for one in copiers]
 
 
 def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
