@@ -89,7 +89,7 @@ class CudaGraph:
             pool.leave()
             _mend(self._graph, handle, current)
             raise
-        self._copiers = [(place, Copier(self._inputs[place], inputs[place].stride())) for place in self._copied]
+        self._copiers = [(place, Copier(self._inputs[place])) for place in self._copied]
         self._inputs.clear()
         self._replay = self._graph.replay
 

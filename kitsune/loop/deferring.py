@@ -96,7 +96,7 @@ class Deferral:
             for place, tensor in enumerate(flat)
         ]
         arguments = [(place, one) for place, one in enumerate(self.inputs) if place not in self._stable]
-        self._copiers = [(place, Copier(one, one.stride())) for place, one in arguments]
+        self._copiers = [(place, Copier(memory)) for place, memory in arguments]
 
 
 class DeferredCall:

@@ -262,8 +262,8 @@ class Following:
         self._is_open = len(self._tails.known) < _MOST_TAILS and self._is_unchanged()
         if not self._is_open:
             return result
-        copiers = [Copier(memory, tensor.stride()) for memory, tensor in zip(kept, given, strict=True)]
-        return self._followed(self._note(operation, TensorLayout.of(result), self._is_alias(result), copiers), result)
+        place = self._note(operation, TensorLayout.of(result), self._is_alias(result), list(map(Copier, kept)))
+        return self._followed(place, result)
 
     def value(self, place: int) -> Tensor:
         """The plain tensor at a place, computed now if it has not been before."""

@@ -49,7 +49,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Driver:
 
 def copied(tensor: Tensor, memory: Tensor) -> Tensor:
     """`memory`, with `tensor` copied there."""
-    Copier(memory, tensor.stride())(tensor)
+    Copier(memory)(tensor)
     return memory
 
 
@@ -62,7 +62,7 @@ def test_alike_tensors_are_copied_by_the_driver(
     if channels_last:
         tensor = tensor.to(memory_format=torch.channels_last)
     memory = torch.zeros_like(tensor)
-    copy_in = Copier(memory, tensor.stride())
+    copy_in = Copier(memory)
     for _ in range(2):
         copy_in(tensor)
         assert torch.equal(memory, tensor)
@@ -128,7 +128,7 @@ def test_the_current_stream_copies() -> None:
     """What another stream is busy with is not waited for, and what the current one does comes first."""
     device = torch.device("cuda", torch.cuda.current_device())
     tensor, memory = torch.zeros(1000, device=device), torch.zeros(1000, device=device)
-    copy_in = Copier(memory, tensor.stride())
+    copy_in = Copier(memory)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -143,7 +143,7 @@ def test_the_current_stream_copies() -> None:
 def test_a_recorded_copy_is_replayed() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     tensor, memory = torch.zeros(1000, device=device), torch.zeros(1000, device=device)
-    copy_in = Copier(memory, tensor.stride())
+    copy_in = Copier(memory)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         copy_in(tensor)
@@ -158,7 +158,7 @@ def test_where_another_device_is_current_torch_copies(monkeypatch: pytest.Monkey
     driver = Driver(module._driver_copy(device.type))
     monkeypatch.setattr(module, "_driver_copy", lambda kind: driver)
     tensor = torch.randn(1000, device=device)
-    copy_in = Copier(torch.zeros_like(tensor), tensor.stride())
+    copy_in = Copier(torch.zeros_like(tensor))
     copy_in._current_index = lambda: 1 - device.index
     copy_in(tensor)
     assert torch.equal(copy_in.memory, tensor)
