@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -18,6 +20,7 @@ from kitsune.execution.handout import Handout
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow
+from kitsune.graph.signature import graph_signature
 from kitsune.graph.values import refresh
 from kitsune.loop import backward_plans
 from kitsune.loop.planned_recording import clear, record_planned
@@ -39,6 +42,7 @@ class BackwardRecorder:
         self._config, self._streams, self._log = config, streams, log
         self._memory = MemoryPool()  # of passes that never run at the same time
         self._num_streams = 1  # the most that were tried for the latest program
+        self._choices: WeakKeyDictionary[Recording, _Choice] = WeakKeyDictionary()
 
     def record(self, program: SplitProgram, forward: Recording, *, num_streams: int) -> list[Recording | None]:
         """One recording for each part of `program`; None where `forward` keeps no memory between calls.
@@ -85,7 +89,9 @@ class BackwardRecorder:
         To be called while the memory of `forward` holds values. As many streams are tried as for the program.
 
         Args:
-            beside: another recording of the same, in whose memory it is to be; see `free_place`.
+            beside: another recording of the same, in whose memory it is to be; see `free_place`. Where plans were
+                tried for that one, and its graph is the same, none is tried again: what loses a trial leaves memory
+                behind that stays as long as that recording does.
         """
         try:
             return self._case(program, forward, part, missing, beside)
@@ -118,7 +124,10 @@ class BackwardRecorder:
         Raises:
             RefusedError: it cannot be recorded.
         """
-        tail = _Backward(module, inputs, inputs, len(inputs), [], handout, _pool_of(beside))
+        tail = _Backward(module, inputs, inputs, len(inputs), [], handout, beside)
+        again = self._again(tail)
+        if again is not None:
+            return again
         in_order = self._in_order(tail)
         may_repeat = isinstance(in_order.executor, CudaGraph) and not dataflow.written_inputs(module.graph)
         if self._num_streams == 1 or not may_repeat:
@@ -146,7 +155,10 @@ class BackwardRecorder:
         roots = [root for index, root in enumerate(part.roots) if index not in missing]
         tangents = [torch.ones_like(program.tangents[root].empty()) for root in roots]
         inputs = [*(static[index] for index in part.saved), *tangents]
-        backward = _Backward(module, inputs, inputs, len(part.saved), [], pool=_pool_of(beside))
+        backward = _Backward(module, inputs, inputs, len(part.saved), [], beside=beside)
+        again = self._again(backward)
+        if again is not None:
+            return again
         in_order = self._in_order(backward)
         if self._num_streams == 1:
             return in_order
@@ -156,15 +168,31 @@ class BackwardRecorder:
             in_order.release()
             raise
 
+    def _again(self, backward: _Backward) -> Recording | None:
+        """By the plan of what `backward` is to be beside, if that was chosen for the same graph; None if it was not.
+
+        In order where it cannot be recorded by that once more, as where there is too little memory.
+        """
+        choice = None if backward.beside is None else self._choices.get(backward.beside)
+        if choice is None or choice.graph != graph_signature(backward.module.graph):
+            return None
+        if choice.planned.plan.schedule.num_streams > 1:
+            try:
+                return self._by_plan(backward, choice.planned)
+            except RefusedError as error:
+                self._log.do_without(error)
+            clear(self._memory, backward.inputs[0].device)
+        return self._in_order(backward)
+
     def _in_order(self, backward: _Backward) -> Recording:
         return Recording(backward.module, backward.inputs, **self._conditions(backward))
 
+    def _by_plan(self, backward: _Backward, planned: Planned) -> Recording:
+        return record_planned(self._memory, planned, backward.inputs, **self._conditions(backward))
+
     def _fastest(self, backward: _Backward, in_order: Recording, num_streams: int, is_fused: bool) -> Recording:
         """By a plan on at most so many streams, or `in_order`, which is the caller's to release where this raises."""
-
-        def record(planned: Planned) -> Recording:
-            return record_planned(self._memory, planned, backward.inputs, **self._conditions(backward))
-
+        record = partial(self._by_plan, backward)
         try:
             for place in backward.computed:
                 backward_plans.fill(backward.inputs[place], backward.values[place])
@@ -179,13 +207,14 @@ class BackwardRecorder:
             return in_order
         clear(self._memory, backward.inputs[0].device)
         self.schedules += found.schedules(planned, fused=is_fused)
+        self._choices[found.recording] = _Choice(graph_signature(backward.module.graph), planned[found.place])
         return found.recording
 
     def _conditions(self, backward: _Backward) -> dict[str, Any]:
         return {
             "stable": range(backward.num_saved),
             "config": self._config,
-            "pool": backward.pool or GraphPool(self._streams),
+            "pool": _pool_of(backward.beside) or GraphPool(self._streams),
             "log": self._log,
             "warm_up": backward.values,
             "handout": backward.handout,
@@ -196,7 +225,8 @@ class _Backward(NamedTuple):
     """A part of a backward pass, the tensors that its graph reads, and values that these may have.
 
     The first `num_saved` ones are what the forward pass has saved, which it `computed` at some places; the others are
-    gradients. `handout` gives the first results of each replay away. It is recorded into `pool`, if there is one.
+    gradients. `handout` gives the first results of each replay away. It is recorded into the memory of what it is
+    `beside`, if there is such a recording.
     """
 
     module: fx.GraphModule
@@ -205,7 +235,14 @@ class _Backward(NamedTuple):
     num_saved: int
     computed: Sequence[int]
     handout: Handout | None = None
-    pool: GraphPool | None = None
+    beside: Recording | None = None
+
+
+class _Choice(NamedTuple):
+    """The fastest plan of a graph, which is known by its `graph_signature`."""
+
+    graph: str
+    planned: Planned
 
 
 def _pool_of(recording: Recording | None) -> GraphPool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from kitsune.errors import Refusal, RefusedError
-from kitsune.loop import backward_plans, planning
+from kitsune.loop import backward_plans, backward_recorder, planning
 from kitsune.loop.backward_plans import fastest
 from kitsune.loop.backward_recorder import BackwardRecorder
+from kitsune.loop.planned_recording import record_planned
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
 from tests.kitsune import static_memory
@@ -60,10 +62,10 @@ def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, sgd(model)
 
 
-def train(device: str, **options: Any) -> Training:
+def train(device: str, made: Any = None, **options: Any) -> Training:
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if device == "cuda" else {}
     options = {"mode": "auto", "steps": STEPS, "replays": STEPS - EAGER, "enable_fusion": False, **tolerance, **options}
-    return compare("drop_in", partial(build, device), batches=partial(batch, device=device), **options)
+    return compare("drop_in", made or partial(build, device), batches=partial(batch, device=device), **options)
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -101,6 +103,142 @@ def test_losses_that_are_deferred_have_plans_too(
     assert "loss" in status.covered
     assert [schedule.chosen for schedule in status.schedules].index(True) == place
     assert len(status.schedules) > 2
+
+
+@dataclass
+class Planning:
+    """What was done for backward passes once they may have several streams.
+
+    Attributes:
+        times: how often plans were made.
+        trials: how many recordings were timed.
+        beside: of the recordings in the memory of others, how many streams each has.
+    """
+
+    times: int = 0
+    trials: int = 0
+    beside: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def planning_done(monkeypatch: pytest.MonkeyPatch) -> Planning:
+    done = Planning()
+    plans, fastest = backward_plans.plans, backward_plans.fastest
+    in_order, by_plan = BackwardRecorder._in_order, BackwardRecorder._by_plan
+
+    def counted_plans(*args: Any) -> tuple[Planned, ...]:
+        done.times += 1
+        return plans(*args)
+
+    def counted_trials(*args: Any) -> backward_plans.Fastest:
+        found = fastest(*args)
+        done.trials += len(found.times_us)
+        return found
+
+    def noted_in_order(self: BackwardRecorder, backward: Any) -> Recording:
+        if backward.beside is not None and self._num_streams > 1:
+            done.beside.append(1)
+        return in_order(self, backward)
+
+    def noted_by_plan(self: BackwardRecorder, backward: Any, planned: Planned) -> Recording:
+        if backward.beside is not None:
+            done.beside.append(planned.plan.schedule.num_streams)
+        return by_plan(self, backward, planned)
+
+    monkeypatch.setattr(backward_plans, "plans", counted_plans)
+    monkeypatch.setattr(backward_plans, "fastest", counted_trials)
+    monkeypatch.setattr(BackwardRecorder, "_in_order", noted_in_order)
+    monkeypatch.setattr(BackwardRecorder, "_by_plan", noted_by_plan)
+    return done
+
+
+def adding_up(training: Training, x: Tensor, y: Tensor) -> Tensor:
+    """The gradients of the second batch have memory of their own."""
+    training.optimizer.zero_grad()
+    for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
+        loss = training.loss_fn(training.model(part_x), part_y)
+        loss.backward()
+    training.optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_second_recording_has_the_plan_of_the_first(
+    place: int, device: str, favour: Callable[[int], None], planning_done: Planning
+) -> None:
+    favour(place)
+    schedules = train(device, loop=adding_up).status().schedules
+    assert schedules[place].chosen
+    assert planning_done.times == 1
+    assert planning_done.trials == len(schedules)
+    assert planning_done.beside == [schedules[place].num_streams]
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_second_recording_of_a_deferred_loss_has_it_too(
+    place: int, whole: bool, device: str, favour: Callable[[int], None], planning_done: Planning
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = (Net() if whole else Net(batch_norm=True, dropout=0.3)).to(device)
+        return model, sgd(model)
+
+    train(device, made, loop=adding_up)
+    num_first = planning_done.trials
+    favour(place + num_first)
+    schedules = train(device, made, loop=adding_up, defer_loss=True).status().schedules
+    assert schedules[place].chosen
+    assert planning_done.times == 3
+    assert planning_done.trials == 2 * num_first + len(schedules)
+    assert planning_done.beside[1:] == [schedules[place].num_streams]
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_a_second_recording_with_other_results_has_plans_of_its_own(
+    device: str, favour: Callable[[int], None], planning_done: Planning
+) -> None:
+    """Once the first one was planned, what was computed on the way to a second loss is kept until it goes back."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        for index, (part_x, part_y) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            scaled = training.model(part_x) * 2
+            loss = training.loss_fn(scaled, part_y)
+            kept = scaled if index == 1 and planning_done.times >= 3 else None
+            del scaled
+            loss.backward()
+            del kept
+        training.optimizer.step()
+        return loss.detach()
+
+    train(device, loop=adding_up)
+    num_first = planning_done.trials
+    favour(1 + num_first)
+    schedules = train(device, loop=loop, defer_loss=True).status().schedules
+    assert [schedule.strategy for schedule in schedules].count("in order") == 1
+    assert planning_done.times == 4
+    assert planning_done.trials == 2 * num_first + 2 * len(schedules)
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_where_the_plan_cannot_be_recorded_again_the_second_one_is_in_order(
+    device: str, favour: Callable[[int], None], planning_done: Planning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_beside(*args: Any, **conditions: Any) -> Recording:
+        if planning_done.beside:
+            raise RefusedError(Refusal("too little memory for it"))
+        return record_planned(*args, **conditions)
+
+    monkeypatch.setattr(backward_recorder, "record_planned", fail_beside)
+    favour(1)
+    status = train(device, loop=adding_up).status()
+    assert status.schedules[1].chosen
+    assert planning_done.beside == [status.schedules[1].num_streams, 1]
+    assert "too little memory for it" in status.refusals
+    assert status.mode == "replay"
 
 
 class Gated(nn.Module):
