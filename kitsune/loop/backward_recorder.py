@@ -192,7 +192,7 @@ class BackwardRecorder:
 
     def _fastest(self, backward: _Backward, in_order: Recording, num_streams: int, is_fused: bool) -> Recording:
         """By a plan on at most so many streams, or `in_order`, which is the caller's to release where this raises."""
-        record = partial(self._by_plan, backward)
+        record, found = partial(self._by_plan, backward), None
         try:
             for place in backward.computed:
                 backward_plans.fill(backward.inputs[place], backward.values[place])
@@ -204,8 +204,10 @@ class BackwardRecorder:
             kind = type(error).__name__
             reason = f"planning failed ({kind}: {first_line(error)}); the backward pass is replayed on one stream"
             self._log.do_without(Refusal(reason))
-            return in_order
+        # Out of the handler: an exception that is being handled would keep alive all that was allocated.
         clear(self._memory, backward.inputs[0].device)
+        if found is None:
+            return in_order
         self.schedules += found.schedules(planned, fused=is_fused)
         self._choices[found.recording] = _Choice(graph_signature(backward.module.graph), planned[found.place])
         return found.recording

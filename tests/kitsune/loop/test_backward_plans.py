@@ -19,6 +19,7 @@ from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.planned_recording import record_planned
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording
+from kitsune.memory.pool import MemoryPool
 from tests.kitsune import static_memory
 from tests.kitsune.loop.test_nested_outputs import Aside
 from tests.kitsune.test_streams import costs_of_a_gpu
@@ -350,14 +351,30 @@ def test_plans_keep_to_the_memory_that_the_user_allows(
 
 
 @pytest.mark.usefixtures("replay_is_faster")
-def test_where_planning_fails_the_pass_stays_on_one_stream(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_args: Any, **_options: Any) -> None:
-        raise RuntimeError("no such event")
+@pytest.mark.parametrize("place", [0, 1])
+def test_where_planning_fails_the_pass_stays_on_one_stream(
+    place: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of what was tried."""
 
+    def fail(*_args: Any, **_options: Any) -> float:
+        tried.append(1.0)
+        if len(tried) > place:
+            raise RuntimeError("no such event")
+        return 1.0
+
+    def made() -> MemoryPool:
+        memories.append(MemoryPool())
+        return memories[-1]
+
+    tried: list[float] = []
+    memories: list[MemoryPool] = []
     monkeypatch.setattr(backward_plans, "_replay_us", fail)
+    monkeypatch.setattr(backward_recorder, "MemoryPool", made)
     status = train(device).status()
     assert status.schedules == ()
     assert any("planning failed (RuntimeError: no such event)" in refusal for refusal in status.refusals)
+    assert [memory.statistics().held_bytes for memory in memories] == [0] * len(memories)
 
 
 @pytest.mark.usefixtures("replay_is_faster")
