@@ -3,12 +3,16 @@
 A graph cannot return them as its own, but it can what they are views of, from which they are taken after each replay.
 An input that was written in place (`self.count += 1`) is such a result, too, of no view at all: Python assigns it to
 where it was, and Dynamo makes a result of it.
+
+Tensors that were broadcast together, as the distributions of torch do, count as views of what each of them was.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import getitem
+from typing import cast
 
 import torch
 from torch import fx
@@ -23,9 +27,10 @@ def take_views(module: fx.GraphModule) -> fx.GraphModule | None:
     Returns:
         What makes the results that there were, of those that are left followed by the inputs; None if all are left.
     """
-    results, inputs = dataflow.outputs(module.graph), dataflow.placeholders(module.graph)
+    _expand_each(module.graph)
+    results, inputs = _first_of_same(dataflow.outputs(module.graph)), dataflow.placeholders(module.graph)
     bases = _bases(results, inputs)
-    if not bases:
+    if not bases and len(set(results)) == len(results):
         return None
     given = {id(_example(node)): node for node in inputs}
     left = dict.fromkeys(node for node in results if node not in bases)
@@ -35,15 +40,45 @@ def take_views(module: fx.GraphModule) -> fx.GraphModule | None:
         node: ends.placeholder(f"result_{place}") for place, node in enumerate(left)
     }
     copies |= {node: ends.placeholder(f"input_{place}") for place, node in enumerate(inputs)}
+    taken: set[fx.Node] = set()
     for node, base in bases.items():
         copies.setdefault(base, copies[given.get(id(_example(base)), base)])
         for view in _way(node, base):
+            taken.add(view)
             if view not in copies:
                 copies[view] = ends.node_copy(view, copies.__getitem__)
     ends.output([copies[node] for node in results])
     module.graph.output_node().args = (tuple(left),)
+    for node in reversed([*module.graph.nodes]):
+        if node in taken and not node.users:
+            module.graph.erase_node(node)
     module.recompile()
     return fx.GraphModule(module, ends)
+
+
+def _expand_each(graph: fx.Graph) -> None:
+    """Has each tensor expanded by itself where several are broadcast together, unless it has their shape already."""
+    for broadcast in graph.find_nodes(op="call_function", target=torch.functional.broadcast_tensors):
+        for user in [user for user in broadcast.users if user.target is getitem]:
+            tensor = cast(fx.Node, broadcast.args[cast(int, user.args[1])])
+            if _example(user) is not _example(tensor):
+                with graph.inserting_before(broadcast):
+                    tensor = graph.call_method("expand", (tensor, tuple(user.meta["example_value"].shape)))
+                tensor.meta = user.meta
+            user.replace_all_uses_with(tensor)
+            graph.erase_node(user)
+        if not broadcast.users:
+            graph.erase_node(broadcast)
+
+
+def _first_of_same(results: Sequence[dataflow.Result]) -> list[dataflow.Result]:
+    """For each result the first one that is the same tensor."""
+    first: dict[int, dataflow.Result] = {}
+    examples = map(_example, results)
+    return [
+        node if example is None else first.setdefault(id(example), node)
+        for node, example in zip(results, examples, strict=True)
+    ]
 
 
 def _bases(results: Sequence[dataflow.Result], inputs: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:

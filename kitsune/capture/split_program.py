@@ -31,6 +31,7 @@ from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.graph.attention import look_for_random_state
 from kitsune.graph.values import mode_of, value
+from kitsune.graph.verify import source_line
 from kitsune.kernels.casts import is_dense
 from kitsune.kernels.images import FLOATS
 
@@ -107,7 +108,7 @@ def _traced(
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
         outputs, roots = run_in_stages(graph, stages, inputs[: len(flat)])
-        _refuse_aliases(outputs, inputs[: len(flat)])
+        _refuse_aliases(results, outputs, inputs[: len(flat)])
         _refuse_nested(roots, sum(differentiable))
         traced[:] = _go_back(stages, roots, inputs, [tensor.requires_grad for tensor in flat], layouts, autocast)
         return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
@@ -318,10 +319,14 @@ def _refuse_gaps(parts: Sequence[BackwardPart], num_flat: int) -> None:
             )
 
 
-def _refuse_aliases(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+def _refuse_aliases(
+    results: Sequence[dataflow.Result], outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
     taken = {dataflow.storage_of(tensor) for tensor in inputs}
-    for output in outputs:
+    for result, output in zip(results, outputs, strict=True):
         storage = dataflow.storage_of(output)
         if storage in taken:
-            raise RefusedError(Refusal("an output of the model shares memory with an input or another output"))
+            reason = "an output of the model shares memory with an input or another output"
+            culprit = None if result is None else source_line(result)
+            raise RefusedError(Refusal(reason, culprit, remedy="return a copy of it, as by clone()"))
         taken.add(storage)

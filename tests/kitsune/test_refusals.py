@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 from torch.nn import functional
 
 import kitsune
@@ -668,6 +669,41 @@ def test_outputs_that_are_views_of_one_tensor(options: dict[str, bool]) -> None:
         return functional.cross_entropy(logits, y) + divergence
 
     compare("drop_in", building(Variational), loss_fn=loss_fn, steps=8, rtol=1e-6, atol=1e-7, **options)
+
+
+class Predicting(nn.Module):
+    """Returns a distribution, which is an object of its own class."""
+
+    def __init__(self, distribution: Callable[[Tensor, Tensor], Distribution]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+        self.distribution = distribution
+
+    def forward(self, x: Tensor) -> Distribution:
+        location, scale = self.layer(x).chunk(2, 1)
+        return self.distribution(location, scale.exp())
+
+
+@pytest.mark.parametrize("options", [{}, {"defer_loss": True}], ids=str)
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        Normal,
+        lambda location, _: Normal(location, 1.0),
+        lambda location, scale: Independent(Normal(location, scale[:, :1]), 1),
+        lambda location, scale: MultivariateNormal(location, scale_tril=torch.diag_embed(scale)),
+    ],
+    ids=["normal", "number as scale", "one scale for all", "multivariate"],
+)
+def test_a_distribution_as_output(
+    distribution: Callable[[Tensor, Tensor], Distribution], options: dict[str, bool]
+) -> None:
+    def loss_fn(output: Distribution, y: Tensor) -> Tensor:
+        return -output.log_prob(functional.one_hot(y, 3).float()).mean()
+
+    build = building(lambda: Predicting(distribution))
+    training = compare("drop_in", build, loss_fn=loss_fn, steps=8, rtol=1e-6, atol=1e-7, **options)
+    assert training.status().mode == "replay"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -56,7 +56,20 @@ def used_and_returned(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return mean * scale, mean, scale
 
 
-@pytest.mark.parametrize("function", [halves, itself_and_views, views_of_inputs, used_and_returned])
+def broadcast(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """The second one stays as it is, as its shape does."""
+    hidden = x * weight
+    return torch.broadcast_tensors(hidden[:1], hidden, torch.ones(1))
+
+
+def the_same_twice(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    hidden = x * weight
+    return hidden, hidden.contiguous(), hidden.add_(1)
+
+
+@pytest.mark.parametrize(
+    "function", [halves, itself_and_views, views_of_inputs, used_and_returned, broadcast, the_same_twice]
+)
 def test_results_that_share_memory_are_views(function: Any) -> None:
     call, runner = guarded(function)
     weight = torch.nn.Parameter(torch.randn(4))
@@ -71,6 +84,7 @@ def test_results_that_share_memory_are_views(function: Any) -> None:
                 other._is_view(),
             )
             assert (one.requires_grad, one.is_leaf) == (other.requires_grad, other.is_leaf)
+        assert len(set(map(id, found))) == len(set(map(id, wanted)))
         grads = [torch.autograd.grad(sum(each.sum() for each in results), weight) for results in (found, wanted)]
         assert torch.equal(*(grad for (grad,) in grads))
     results = [result for result in dataflow.outputs(runner.graphs[0].graph) if result is not None]
@@ -109,3 +123,9 @@ def test_what_gradients_go_through_is_a_result() -> None:
     total = torch.zeros(())
     call(total, torch.ones(3, requires_grad=True))
     assert len(dataflow.outputs(runner.graphs[0].graph)) == 2
+
+
+def test_views_that_are_taken_later_are_left_out_of_the_graph() -> None:
+    call, runner = guarded(lambda x: (x * 2).split(2))
+    call(torch.ones(4, requires_grad=True))
+    assert [node.name for node in runner.graphs[0].graph.nodes if node.op.startswith("call")] == ["mul"]

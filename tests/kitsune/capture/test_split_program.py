@@ -247,7 +247,7 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         output = x * 2
-        return output, torch.broadcast_tensors(output, x * 3)[0]
+        return output, torch.meshgrid(output[0], x[1], indexing="ij")[0]
 
 
 class InPlace(nn.Module):
