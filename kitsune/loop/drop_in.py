@@ -42,6 +42,9 @@ from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
 from kitsune.verification import Difference, Verification
 
+_PATIENCE_CALLS = 20
+"""Calls of the model in a loop's first iteration after which `step()` is missed, if it was not called."""
+
 
 class DropInLoop:
     """What a `KitsuneOptimizer` does with the loop that it finds itself in.
@@ -83,6 +86,7 @@ class DropInLoop:
         self._latest: SplitStep | None = None
         self._latest_updated = False
         self._has_called = True  # in the latest iteration, or in this one
+        self._has_stepped = False
         self._fallbacks = 0
         self._is_paused = False
         self._finder = ModuleFinder(self._params(), self, self._only)
@@ -176,6 +180,7 @@ class DropInLoop:
 
     def step(self) -> None:
         """`optimizer.step()`, and the end of the iteration. Where gradients overflow in float16 there is neither."""
+        self._has_stepped = True
         if self._scale is None or self._losses is None:
             self._step()
             return
@@ -211,6 +216,7 @@ class DropInLoop:
 
     def step_with_closure(self, closure: Callable[[], Any]) -> Any:
         """`optimizer.step(closure)`, and the end of the iteration."""
+        self._has_stepped = True
         refusal = refuse_closure(self._optimizer)
         if refusal is None and not (self._is_paused and self._scale is None):
             with torch.enable_grad():
@@ -344,6 +350,8 @@ class DropInLoop:
         )
 
     def _mode(self) -> tuple[str, str]:
+        if (refusal := self._refuse_unstepped()) is not None:
+            return "eager", str(refusal)
         if self._latest is not None and self._has_called:
             return self._latest.describe()
         if self._latest is not None:
@@ -353,6 +361,16 @@ class DropInLoop:
         if not self._modules and (refusal := self._finder.refusal()) is not None:
             return "eager", str(refusal)
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
+
+    def _refuse_unstepped(self) -> Refusal | None:
+        """None if `step()` was called, or may still be."""
+        num_calls = sum(count for _, count in self._iteration.values())
+        if self._has_stepped or num_calls < _PATIENCE_CALLS or self._config.mode == "eager":
+            return None
+        return Refusal(
+            f"step() of the KitsuneOptimizer was not called in {num_calls} calls of the model, nothing is replayed yet",
+            remedy="call it, or wrap the optimizer whose step() is called, as that inside of another optimizer",
+        )
 
     def _can_fuse(self) -> bool:
         return refuse_fusion(_device(self._optimizer)) is None

@@ -406,6 +406,61 @@ def test_parameters_that_a_later_optimizer_has_too() -> None:
     assert status.refusals == (status.reason,)
 
 
+class SharpnessAware(torch.optim.Optimizer):
+    """Has two steps of its own in place of `step()`, and calls that of another optimizer in the second one."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        super().__init__(inside.param_groups, {})
+        self.inside, self.before = inside, list[Tensor]()
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = self.param_groups[0]["params"]
+        self.before = [param.clone() for param in params]
+        for param in params:
+            param.add_(param.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param, before in zip(self.param_groups[0]["params"], self.before, strict=True):
+            param.copy_(before)
+        self.inside.step()
+
+
+def train_sharpness_aware(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for index in range(steps):
+        (x, y), _ = batch(index)
+        for step in (optimizer.first_step, optimizer.second_step):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            step()
+
+
+@pytest.mark.parametrize("mode", ["auto", "replay"])
+def test_an_optimizer_of_which_step_is_never_called(mode: str) -> None:
+    model, plain = net_and_adam()
+    optimizer = kitsune.KitsuneOptimizer(SharpnessAware(plain), mode=mode)
+    train_sharpness_aware(model, optimizer, 5)
+    assert "was not called" not in optimizer.status().reason
+    train_sharpness_aware(model, optimizer, 10)
+    status = optimizer.status()
+    assert (status.mode, status.replays) == ("eager", 0)
+    assert "step() of the KitsuneOptimizer was not called in 29 calls of the model" in status.reason
+    assert "wrap the optimizer whose step() is called" in status.reason
+
+
+def test_an_optimizer_inside_of_another_one() -> None:
+    torch.manual_seed(0)
+    model, plain = net_and_adam()
+    other, wrapped = net_and_adam()
+    other.load_state_dict(model.state_dict())
+    train_sharpness_aware(model, SharpnessAware(plain), 8)
+    optimizer = kitsune.KitsuneOptimizer(wrapped, mode="replay")
+    train_sharpness_aware(other, SharpnessAware(optimizer), 8)
+    assert optimizer.status().replays == 14
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_parameter_of_another_kind(form: str) -> None:
     class Special(nn.Parameter):
