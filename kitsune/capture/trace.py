@@ -17,6 +17,11 @@ from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
 from kitsune.graph.verify import innermost_line, refuse_graph
 
+_DENSE = (
+    "use embeddings with sparse=False (and Adam, not SparseAdam), or name the parts of the model without them: "
+    "KitsuneOptimizer(..., model=)"
+)
+
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
 
 
@@ -84,8 +89,12 @@ def gradients(
     within = torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None)
     with within, fx.traceback.annotate(BACKWARD):
         grads: list[torch.Tensor | None] = list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
-    if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-        raise RefusedError(Refusal("a gradient is sparse", remedy="embeddings have dense ones with sparse=False"))
+    sparse = [grad for grad in grads if grad is not None and grad.layout is not torch.strided]
+    if sparse:
+        reason = (
+            f"a gradient of shape {tuple(sparse[0].shape)} is sparse, and calls that give such ones are not captured"
+        )
+        raise RefusedError(Refusal(reason, remedy=_DENSE))
     return grads
 
 

@@ -228,7 +228,10 @@ class UpdateStep:
         if not params:
             raise RefusedError(Refusal("no parameter has a gradient"), passing=True)
         for param, grad in zip(params, grads, strict=True):
-            if grad.layout is not torch.strided or grad.dtype != param.dtype or not same_layout(param, grad):
+            if grad.layout is not torch.strided:
+                reason = f"a gradient of shape {tuple(grad.shape)} is sparse, so the update runs eagerly"
+                raise RefusedError(Refusal(reason), passing=True)
+            if grad.dtype != param.dtype or not same_layout(param, grad):
                 raise RefusedError(
                     Refusal(f"a gradient of shape {tuple(grad.shape)} is laid out unlike its parameter"), passing=True
                 )

@@ -281,7 +281,28 @@ def test_sparse_gradients(form: str) -> None:
         return (y, y), {}
 
     training = compare(form, build, batches=batches, replays=0, rtol=1e-6, atol=1e-7)
-    assert "a gradient is sparse" in training.status().reason
+    assert "a gradient of shape (5, 4) is sparse" in training.status().reason
+    assert "sparse=False" in training.status().reason
+
+
+def test_a_part_of_a_model_without_its_sparse_gradients() -> None:
+    """What the refusal recommends: calls of the part are replayed, and the update of what is sparse runs eagerly."""
+    torch.manual_seed(0)
+    model, other = Sparse(), Sparse()
+    other.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), mode="replay", model=other.head)
+    for index in range(5):
+        (_, y), _ = batch(index)
+        for trained, one in ((model, plain), (other, optimizer)):
+            one.zero_grad()
+            functional.cross_entropy(trained(y), y).backward()
+            one.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    status = optimizer.status()
+    assert status.replays == 3
+    assert status.covered == ("forward", "backward")
+    assert status.refusals == ("a gradient of shape (5, 4) is sparse, so the update runs eagerly",)
 
 
 @torch.library.custom_op("kitsune_tests::triple", mutates_args=())
