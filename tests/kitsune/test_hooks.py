@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.kitsune.training import FORMS, Net, Training, adam, compare
+import kitsune
+from tests.kitsune.training import FORMS, Net, Training, adam, batch, compare
 
 Register = Callable[[Training, Callable[..., Any]], Any]
 
@@ -139,6 +143,45 @@ def test_a_post_accumulate_hook(form: str) -> None:
             training.model.first.weight.register_post_accumulate_grad_hook(double)
 
     compare(form, steps=8, edit=edit, replays=3)
+
+
+@pytest.mark.parametrize("num_wrapped", [0, 1, 4])
+def test_updates_within_the_backward_pass(num_wrapped: int) -> None:
+    """One optimizer a parameter, stepped as soon as its gradient is there; the rest of them are plain.
+
+    Hooks that refer to the optimizers keep them alive, by torch's own doing, and what they have captured with them.
+    """
+
+    def train(num_wrapped: int) -> tuple[Net, dict[nn.Parameter, Any]]:
+        torch.manual_seed(0)
+        model = Net()
+        plain = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=True) for param in model.parameters()}
+        wrapped = [kitsune.KitsuneOptimizer(plain[param], mode="replay") for param in [*plain][:num_wrapped]]
+        optimizers = {**plain, **{one.param_groups[0]["params"][0]: one for one in wrapped}}
+
+        def update(param: nn.Parameter) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        handles = [param.register_post_accumulate_grad_hook(update) for param in optimizers]
+        for index in range(6):
+            (x, y), _ = batch(index)
+            functional.cross_entropy(model(x), y).backward()
+        assert all(param.grad is None for param in optimizers)
+        for handle in handles:
+            handle.remove()
+        return model, optimizers
+
+    expected, _ = train(0)
+    model, optimizers = train(num_wrapped)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    statuses = [one.status() for one in optimizers.values() if isinstance(one, kitsune.KitsuneOptimizer)]
+    assert sorted(status.replays for status in statuses) == [0] * (num_wrapped - 1) + [4] * min(num_wrapped, 1)
+    assert all(status.replays or "another KitsuneOptimizer" in status.reason for status in statuses)
+    references = [weakref.ref(thing) for thing in (model, model.first.weight, *optimizers.values())]
+    del model, optimizers
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 @pytest.mark.support("Optimizers", "step hooks", "plain PyTorch, with a reason")
