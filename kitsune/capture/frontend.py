@@ -422,6 +422,9 @@ _SWITCHED_OFF = {
 """What Dynamo would have the user switch on, which would change nothing here."""
 
 
+_WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., model=)"
+
+
 def _refusal(error: Exception) -> Refusal:
     stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
     culprit = None
@@ -433,6 +436,8 @@ def _refusal(error: Exception) -> Refusal:
     for switch, refusal in _SWITCHED_OFF.items():
         if switch in said:
             said, remedy = refusal.reason, refusal.remedy
+    if "wrap RNN" in said:
+        said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
     if "data-dependent expression" in said:
         said = "what Python does depends on the values of a tensor"
     if "marked as skipped" in said:  # the next line says which function

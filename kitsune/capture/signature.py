@@ -42,7 +42,9 @@ def refuse_arguments(inputs: Sequence[torch.Tensor]) -> Refusal | None:
     return None
 
 
-def _refuse_kind(tensor: torch.Tensor) -> Refusal | None:
+def _refuse_kind(tensor: torch.Tensor | torch.SymInt) -> Refusal | None:
+    if isinstance(tensor, torch.SymInt):  # the size of a jagged one, which Dynamo makes an argument of its own
+        return Refusal("an argument is a nested tensor", remedy="pass its values() and offsets()")
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return Refusal(f"an argument is a {type(tensor).__name__}, a tensor subclass")
     if tensor.is_nested or tensor.layout is not torch.strided:

@@ -274,6 +274,8 @@ def _example(output: dataflow.Result) -> torch.Tensor:
     value = output.meta.get("example_value") if isinstance(output, fx.Node) else None
     if not isinstance(value, torch.Tensor):
         raise RefusedError(Refusal("the model's output contains values that are not tensors"))
+    if value.is_nested:
+        raise RefusedError(Refusal("an output of the model is a nested tensor", remedy="return its values()"))
     return value
 
 

@@ -286,8 +286,8 @@ class SplitStep(GuardedStep):
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None
-        self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         program = trace_split(graph, flat, self._autocast, bucket_bytes())
+        self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(program, graph, flat, num_streams=1)
 
     def _record_case(self, part: BackwardPart, missing: frozenset[int], beside: Recording | None) -> Recording | None:

@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (Branching, "if x.sum() > 0"),
     "mask": (Selecting, "x[mask]"),
     "counter": (Counting, "captured a 5th time"),
-    "lstm": (Recurrent, "LSTM"),
+    "lstm": (Recurrent, "a recurrent layer of torch is called"),
     "numpy": (Rounding, "use math or torch"),
     "size": (Selected, "depends on the values of a tensor"),
     "gradients in the call": (Energy, "gradients are computed in the call"),
