@@ -3,22 +3,24 @@
 Each row is a benchmark measured at two "commits" that are the same, or of which the second takes longer by a known
 share of its step: a busy loop, on a GPU a busy kernel too. Rounds are fresh processes, those of both commits in turn;
 there are as many of them, with as many turns, as `harness.run` takes by default, in shorter blocks. The harness judges
-the rows of a process together; beside it asv's comparison and a plain Mann-Whitney test judge the same samples. Results
-go to results/<machine>/selftest/, whole or not at all; comparisons of such rounds quote them.
+the rows of a group of processes together; beside it asv's comparison and a plain Mann-Whitney test judge the same
+samples. Results go to a file in results/<machine>/selftest/, which is replaced as a whole after each group: those that
+were finished are kept whatever ends the command. Comparisons of such rounds quote them.
 
-Exit codes: 0, rows were measured; 2, none were, or the result cannot be written; 130, interrupted (nothing is kept).
+Exit codes: 0, rows were measured, or with --resume there were enough; 2, none were, there is nothing to go on with, a
+process failed, or the result cannot be written; 130, interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from itertools import cycle
 from pathlib import Path
 
 from harness import environment, profiles, project, variants
@@ -30,7 +32,7 @@ from harness.project import ProjectError
 from harness.selftest import judges, outcome
 from harness.selftest.arms import ArmsJob, ArmsResult, measure_arms
 from harness.selftest.judges import ArmSamples
-from harness.selftest.outcome import HARNESS, JudgedRow
+from harness.selftest.outcome import HARNESS, JudgedRow, Outcome
 
 _INTERRUPTED = 130
 _PROBE_SECONDS = 300.0
@@ -68,41 +70,73 @@ class Plan:
     margin: float
     effort: Effort
 
+    @property
+    def groups(self) -> int:
+        """How many groups have as many rows of unchanged code as are wanted."""
+        return math.ceil(self.rows / self.slowdowns.count(0.0))
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the value is its exit code."""
     options = _parser().parse_args(arguments)
-    started, begin = datetime.now(timezone.utc), time.monotonic()
+    begin = time.monotonic()
     launcher = Launcher()
+    kept: Outcome | None = None
     try:
-        machine = environment.machine_name()
-        found = launcher.run(probe, None, timeout_s=_PROBE_SECONDS)
-        plan = _plan(options, found)
-        rows = measured(plan, launcher, begin, print_progress)
-        if not rows:
+        plan, earlier = _begun(options, launcher)
+        kept = earlier
+        first = len(earlier.rows) // len(plan.slowdowns)
+        for rows in measured(plan, first, launcher, begin, print_progress):
+            seconds = earlier.seconds + time.monotonic() - begin
+            longer = replace(kept, seconds=seconds, rows=(*kept.rows, *rows))
+            outcome.write(longer)
+            kept = longer
+        if first >= plan.groups:
+            print(f"There are {plan.rows} rows of unchanged code, or more, already: nothing is measured.")
+        elif kept is earlier:
             raise ValueError(f"no row was finished in {plan.seconds:.0f} s; give more with --seconds")
-        document = {
-            "started": started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - begin, 1),
-            "commit": _commit(),
-            "machine": machine,
-            "facts": dict(found.facts),
-            "margin": plan.margin,
-            "effort": asdict(plan.effort),
-        }
-        path = outcome.write(
-            (options.results or project.here().results) / machine, f"{started:%Y%m%dT%H%M%SZ}", document, rows
-        )
     except KeyboardInterrupt:
-        print("\nInterrupted: nothing is kept.", file=sys.stderr)
+        print(f"\nInterrupted: {_what_is_kept(kept)}.", file=sys.stderr)
         return _INTERRUPTED
     except (ProjectError, ValueError, OSError, ProcessFailed) as error:
         print(f"{__package__}: {error}", file=sys.stderr)
+        if kept is not None and kept.rows:
+            print(f"{__package__}: {_what_is_kept(kept)}", file=sys.stderr)
         return 2
-    for line in table(rows):
+    for line in table(kept.rows):
         print(line)
-    print(path)
+    print(kept.path)
     return 0
+
+
+def _begun(options: argparse.Namespace, launcher: Launcher) -> tuple[Plan, Outcome]:
+    """What is to be measured, and the self-test that it belongs to: a new one, or an earlier one to go on with.
+
+    Raises:
+        ValueError: a case or a variant is unknown, or cannot run here, or there is nothing to go on with.
+    """
+    started = datetime.now(timezone.utc)
+    machine = environment.machine_name()
+    found = launcher.run(probe, None, timeout_s=_PROBE_SECONDS)
+    plan = _plan(options, found)
+    method = {
+        "commit": _commit(),
+        "margin": plan.margin,
+        "effort": asdict(plan.effort),
+        "cases": [case.name for case in plan.cases],
+        "variants": plan.variants,
+        "slowdowns": plan.slowdowns,
+    }
+    folder = (options.results or project.here().results) / machine
+    new = outcome.begun(folder, started, found.facts, method)
+    return plan, outcome.newest_alike(folder, new) if options.resume else new
+
+
+def _what_is_kept(kept: Outcome | None) -> str:
+    """The rows that are in the results folder now, and how to have more; ``kept`` is None before anything was begun."""
+    if kept is None or not kept.rows:
+        return "nothing is kept"
+    return f"{len(kept.rows)} rows are kept in {kept.path}; the same command with --resume goes on with them"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,6 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--margin", type=_margin, default=MARGIN, help="the least margin (default: %(default)s)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="results folder (default: this project's)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the newest result of this commit, environment and these options, until it has --rows in all",
+    )
     return parser
 
 
@@ -192,42 +231,38 @@ def _plan(options: argparse.Namespace, found: Probe) -> Plan:
 
 
 def measured(
-    plan: Plan, launcher: Launcher, begin: float, progress: Callable[[str, float, float], None]
-) -> list[JudgedRow]:
-    """The rows of all groups that were finished when time was up.
+    plan: Plan, first: int, launcher: Launcher, begin: float, progress: Callable[[str, float, float], None]
+) -> Iterator[list[JudgedRow]]:
+    """The rows of each group as soon as it is finished, until there are enough or time is up.
 
     Args:
+        first: the number of the group to begin with; those before it were measured earlier.
         begin: when the budget began, by the monotonic clock.
         progress: is told what was done, the seconds used, and about how many are left.
 
     Raises:
         ProcessFailed: a process did not return its times.
     """
-    rows: list[JudgedRow] = []
-    wanted = plan.rows
 
     def used() -> float:
         return time.monotonic() - begin
 
-    kinds = cycle([(case, variant) for case in plan.cases for variant in plan.variants])
+    kinds = [(case, variant) for case in plan.cases for variant in plan.variants]
     longest = 0.0
-    for group, (case, variant) in enumerate(kinds):
+    for group in range(first, plan.groups):
+        case, variant = kinds[group % len(kinds)]
         arms: list[ArmSamples] = [ArmSamples([], []) for _ in plan.slowdowns]
         for number in range(plan.effort.rounds):
             if used() + longest > plan.seconds:
-                break
+                return
             before = used()
             arms = _with_round(arms, plan, case, variant, f"{group} {number}", launcher)
             longest = max(longest, used() - before)
-            done = len([row for row in rows if row.slowdown == 0])
-            share = (done + plan.slowdowns.count(0.0) * (number + 1) / plan.effort.rounds) / wanted
+            share = (group - first + (number + 1) / plan.effort.rounds) / (plan.groups - first)
             left = max(0.0, min(plan.seconds - used(), used() * (1 / share - 1)))
-            progress(f"{case.name} {variant}: group {group + 1}, round {number + 1}; {len(rows)} rows", used(), left)
-        if len(arms[0].base) == plan.effort.rounds:
-            rows += _rows(arms, plan, case, variant)
-        if len([row for row in rows if row.slowdown == 0]) >= wanted or used() + longest > plan.seconds:
-            break
-    return rows
+            rows = group * len(plan.slowdowns)
+            progress(f"{case.name} {variant}: group {group + 1}, round {number + 1}; {rows} rows", used(), left)
+        yield list(_rows(arms, plan, case, variant))
 
 
 def _with_round(

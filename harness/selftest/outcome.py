@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from harness.selection import changed_facts
@@ -20,6 +21,9 @@ FOLDER = "selftest"
 
 HARNESS = "harness"
 """The harness among the judges."""
+
+METHOD = ("commit", "margin", "effort", "cases", "variants", "slowdowns")
+"""What rows depend on, beside the facts of the machine. Files of earlier versions tell only the first three."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,28 @@ class JudgedRow:
     margin: float
     rounds: int
     verdicts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A self-test of a machine, as its file has it.
+
+    Attributes:
+        path: the file.
+        started: when its first part was, in ISO 8601.
+        seconds: how long all parts took, up to the last row.
+        facts: of the machine.
+        method: how the rows were measured, by the names in :data:`METHOD`, as JSON has it; None for what the file does
+            not tell.
+        rows: those of all finished groups, in order.
+    """
+
+    path: Path
+    started: str
+    seconds: float
+    facts: Mapping[str, object]
+    method: Mapping[str, object]
+    rows: tuple[JudgedRow, ...]
 
 
 @dataclass(frozen=True)
@@ -82,30 +108,43 @@ def _rate(judge: str, slowdown: float, verdicts: Sequence[str]) -> Rate:
     )
 
 
-def write(folder: Path, name: str, document: Mapping[str, object], rows: Sequence[JudgedRow]) -> Path:
-    """Write a self-test of a machine, whole.
+def begun(folder: Path, started: datetime, facts: Mapping[str, object], method: Mapping[str, object]) -> Outcome:
+    """A self-test without rows, of which there is no file yet.
 
     Args:
         folder: the machine's results.
-        name: of the file, without its ending.
-        document: what there is to say beside the rows: facts, options, times.
+        started: when, in UTC; the file is named after it.
+        facts: of the machine.
+        method: as :attr:`Outcome.method`, of anything that goes into JSON.
+    """
+    return Outcome(
+        path=folder / FOLDER / f"{started:%Y%m%dT%H%M%SZ}{_ENDING}",
+        started=started.isoformat(timespec="seconds"),
+        seconds=0.0,
+        facts=facts,
+        method=json.loads(json.dumps(method)),
+        rows=(),
+    )
 
-    Returns:
-        The file.
+
+def write(outcome: Outcome) -> None:
+    """Write the file of a self-test, whole; what was there before is replaced.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; what was there before still is.
     """
-    path = folder / FOLDER / f"{name}{_ENDING}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    outcome.path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "schema": SCHEMA,
-        **document,
-        "rates": [asdict(rate) for rate in rates(rows)],
-        "rows": [asdict(row) for row in rows],
+        "started": outcome.started,
+        "seconds": round(outcome.seconds, 1),
+        "machine": outcome.path.parent.parent.name,
+        "facts": dict(outcome.facts),
+        **outcome.method,
+        "rates": [asdict(rate) for rate in rates(outcome.rows)],
+        "rows": [asdict(row) for row in outcome.rows],
     }
-    write_whole(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-    return path
+    write_whole(outcome.path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 def load(
@@ -120,20 +159,57 @@ def load(
         margin: the least margin that verdicts are given by.
         rounds: of each commit.
     """
-    rows: list[JudgedRow] = []
+    outcomes, problems = _read(folder)
+    alike = [found for found in outcomes if found.method["margin"] == margin and not changed_facts(found.facts, facts)]
+    return tuple(row for found in alike for row in found.rows if row.rounds == rounds), problems
+
+
+def newest_alike(folder: Path, wanted: Outcome) -> Outcome:
+    """The newest self-test of a machine that was measured as another one is to be: by its method, in its environment.
+
+    Args:
+        folder: the machine's results.
+        wanted: the other one.
+
+    Raises:
+        ValueError: there is none; the message says in what the newest of all differs, and what to do.
+    """
+    outcomes, problems = _read(folder)
+    alike = [found for found in outcomes if not _differences(found, wanted)]
+    if alike:
+        return alike[-1]
+    differs = [
+        f"the newest, {found.path.name}, has another or does not tell: {', '.join(_differences(found, wanted))}"
+        for found in outcomes[-1:]
+    ]
+    advice = "leave out --resume to begin one"
+    raise ValueError(
+        "; ".join([f"no self-test in {folder / FOLDER} was measured in this way", *differs, advice, *problems])
+    )
+
+
+def _differences(found: Outcome, wanted: Outcome) -> tuple[str, ...]:
+    """Names of what rows depend on that differs between a self-test in a file and another one, or that the file does
+    not tell."""
+    method = [name for name in METHOD if found.method[name] is None or found.method[name] != wanted.method[name]]
+    return (*method, *changed_facts(found.facts, wanted.facts))
+
+
+def _read(folder: Path) -> tuple[list[Outcome], list[str]]:
+    """The self-tests of a machine in files of this schema, earliest first, and what is wrong with files that cannot be
+    read."""
+    outcomes: list[Outcome] = []
     problems = []
     for path in sorted((folder / FOLDER).glob(f"*{_ENDING}")):
         try:
             content = json.loads(path.read_bytes())
-            if (
-                content["schema"] == SCHEMA
-                and content["margin"] == margin
-                and not changed_facts(content["facts"], facts)
-            ):
-                rows += [row for row in (JudgedRow(**fields) for fields in content["rows"]) if row.rounds == rounds]
+            if content["schema"] == SCHEMA:
+                method = {name: content.get(name) for name in METHOD}
+                rows = tuple(JudgedRow(**fields) for fields in content["rows"])
+                outcomes.append(Outcome(path, content["started"], content["seconds"], content["facts"], method, rows))
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{path}: no self-test that can be read ({error}); remove it")
-    return tuple(rows), problems
+    return outcomes, problems
 
 
 def sentence(rows: Sequence[JudgedRow], margin: float) -> str | None:

@@ -4,13 +4,14 @@ import json
 import math
 import random
 from dataclasses import replace
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asv.results import iter_results_paths
 
-from harness import profiles
+from harness import profiles, project
 from harness.measure import Probe
 from harness.processes import Launcher, ProcessFailed
 from harness.profiles import Case, Effort
@@ -55,7 +56,7 @@ def plan(**changes: Any) -> selftest.Plan:
 
 
 def rows(launcher: Pretender, **changes: Any) -> list[JudgedRow]:
-    return selftest.measured(plan(**changes), launcher, 0.0, silent)
+    return [row for group in selftest.measured(plan(**changes), 0, launcher, 0.0, silent) for row in group]
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +93,16 @@ def test_it_stops_at_the_rows_that_were_asked_for_or_when_time_is_up() -> None:
     assert {row.rounds for row in some} == {3}
 
 
-def test_progress_tells_what_is_left() -> None:
+@pytest.mark.parametrize("first", [0, 7])
+def test_progress_tells_what_is_left(first: int) -> None:
     told: list[tuple[float, float]] = []
-    selftest.measured(plan(seconds=300.0), Pretender(), 0.0, lambda what, used, left: told.append((used, left)))
+
+    def tell(what: str, used: float, left: float) -> None:
+        told.append((used, left))
+
+    groups = list(selftest.measured(plan(seconds=300.0, rows=60), first, Pretender(), 0.0, tell))
+    assert len(groups) == 10 - first
+    assert told[-1][1] == 0
     assert [used for used, _ in told] == sorted(used for used, _ in told)
     assert all(0 <= left <= 300 - used + 2 for used, left in told)
 
@@ -172,18 +180,217 @@ def test_what_cannot_be_measured_is_told(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ProcessFailed("it died", None), 2)])
-def test_what_is_broken_off_leaves_nothing(
-    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Broken(Pretender):
-        def run(self, function: object, job: Any, *, timeout_s: float) -> Any:
-            if len(self.jobs) == 5:
-                raise error
-            return super().run(function, job, timeout_s=timeout_s)
+class Broken(Pretender):
+    """Processes of which the one after so many does not come to its end."""
 
-    assert run(tmp_path, monkeypatch, Broken()) == code
+    def __init__(self, processes: int, error: BaseException) -> None:
+        super().__init__()
+        self.processes, self.error = processes, error
+
+    def run(self, function: object, job: Any, *, timeout_s: float) -> Any:
+        if len(self.jobs) == self.processes:
+            raise self.error
+        return super().run(function, job, timeout_s=timeout_s)
+
+
+BREAKS = [(KeyboardInterrupt(), 130), (ProcessFailed("it died", None), 2)]
+TWO_CASES = ("--models", "mlp-b16", "mlp-b64", "--arms", "4", "--planted", "1", "--rows", "20")
+"""Five groups, each of 6 processes and of 8 rows."""
+
+
+@pytest.mark.parametrize(("error", "code"), BREAKS)
+def test_what_is_broken_off_in_the_first_group_leaves_nothing(
+    error: BaseException,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(tmp_path, monkeypatch, Broken(5, error), *TWO_CASES) == code
     assert list(tmp_path.iterdir()) == []
+    told = capsys.readouterr().err
+    assert "rows are kept" not in told
+    assert ("nothing is kept" in told) == (code == 130)
+
+
+@pytest.mark.parametrize(("error", "code"), BREAKS)
+def test_what_is_resumed_is_what_would_have_been_measured_at_once(
+    error: BaseException,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    at_once = Pretender()
+    assert run(tmp_path / "at once", monkeypatch, at_once, *TWO_CASES) == 0
+    (whole,) = read(tmp_path / "at once")
+
+    broken, resumed = Broken(6 * 3 + 2, error), Pretender()
+    assert run(tmp_path / "parts", monkeypatch, broken, *TWO_CASES) == code
+    (path,) = (tmp_path / "parts" / "here" / "selftest").iterdir()
+    assert f"24 rows are kept in {path}; the same command with --resume" in capsys.readouterr().err
+    (part,) = read(tmp_path / "parts")
+    assert part["rows"] == whole["rows"][:24]
+
+    monkeypatch.setattr(selftest, "datetime", Later)
+    assert run(tmp_path / "parts", monkeypatch, resumed, *TWO_CASES, "--resume") == 0
+    assert list(path.parent.iterdir()) == [path]
+    (both,) = read(tmp_path / "parts")
+    assert broken.jobs[:18] + resumed.jobs == at_once.jobs
+    assert both["rows"] == whole["rows"]
+    assert both["rates"] == whole["rates"]
+    assert {row["case"] for row in both["rows"][:8] + both["rows"][16:24]} == {"mlp-b16"}
+    assert both["started"] == part["started"]
+    assert both["seconds"] > part["seconds"] > 0
+    assert both.keys() == part.keys() == whole.keys()
+
+
+class Later(datetime):
+    """A clock that is a year fast."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> "Later":
+        return super().now(tz) + timedelta(days=365)
+
+
+def read(results: Path) -> list[Any]:
+    return [json.loads(path.read_text()) for path in sorted((results / "here" / "selftest").iterdir())]
+
+
+def test_seconds_of_all_parts_are_summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    for number in range(1, 4):
+        more = ["--resume"] if seconds else []
+        run(tmp_path, monkeypatch, Pretender(), "--arms", "4", "--rows", str(4 * number), *more)
+        (content,) = read(tmp_path)
+        seconds.append(content["seconds"])
+    assert seconds == [seconds[0], 2 * seconds[0], 3 * seconds[0]]
+
+
+def test_the_newest_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, monkeypatch, Pretender(), "--arms", "4", "--rows", "4")
+    monkeypatch.setattr(selftest, "datetime", Later)
+    run(tmp_path, monkeypatch, Pretender(), "--arms", "4", "--rows", "4")
+    run(tmp_path, monkeypatch, Pretender(), "--arms", "4", "--rows", "8", "--resume")
+    assert [content["rates"][0]["rows"] for content in read(tmp_path)] == [4, 8]
+
+
+@pytest.mark.parametrize("rows", ["20", "17", "1"])
+def test_where_there_are_enough_rows_nothing_is_measured(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch, Pretender(), *TWO_CASES)
+    (before,) = read(tmp_path)
+    *_, table = capsys.readouterr().out.partition("judge ")
+    launcher = Pretender()
+    assert run(tmp_path, monkeypatch, launcher, *TWO_CASES, "--rows", rows, "--resume") == 0
+    assert launcher.jobs == []
+    assert read(tmp_path) == [before]
+    told = capsys.readouterr().out
+    assert f"There are {rows} rows of unchanged code, or more, already" in told
+    assert told.endswith(table)
+
+
+@pytest.mark.parametrize("code", [130, 2])
+def test_a_part_without_a_finished_group_changes_nothing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch, Broken(6, KeyboardInterrupt()), *TWO_CASES)
+    before = read(tmp_path)
+    capsys.readouterr()
+    launcher = Broken(1, KeyboardInterrupt()) if code == 130 else Pretender()
+    limit = [] if code == 130 else ["--seconds", "0.5"]
+    assert run(tmp_path, monkeypatch, launcher, *TWO_CASES, *limit, "--resume") == code
+    assert read(tmp_path) == before
+    told = capsys.readouterr().err
+    assert "8 rows are kept in" in told
+    assert ("give more with --seconds" in told) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "differs"),
+    [
+        ([], None),
+        (["--margin", "0.05"], "margin"),
+        (["--rounds", "5"], "effort"),
+        (["--models", "mlp-b64", "mlp-b16"], "cases"),
+        (["--variants", "eager_amp"], "variants"),
+        (["--arms", "5"], "slowdowns"),
+        (["--planted", "2"], "slowdowns"),
+    ],
+)
+def test_what_was_measured_in_another_way_is_not_resumed(
+    arguments: list[str],
+    differs: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(tmp_path, monkeypatch, Pretender(), *TWO_CASES)
+    before, launcher = read(tmp_path), Pretender()
+    code = run(tmp_path, monkeypatch, launcher, *TWO_CASES, "--rows", "24", *arguments, "--resume")
+    if differs is None:
+        assert code == 0
+        assert len(launcher.jobs) == 6
+        return
+    assert code == 2
+    assert launcher.jobs == []
+    assert read(tmp_path) == before
+    told = capsys.readouterr().err
+    assert f"has another or does not tell: {differs};" in told
+    assert "leave out --resume to begin one" in told
+
+
+@pytest.mark.parametrize(("name", "value"), [("commit", "1" * 40), ("commit", None), ("facts", FACTS | {"torch": "3"})])
+def test_another_commit_or_environment_is_not_resumed(
+    name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch, Pretender(), *TWO_CASES)
+    change_file(tmp_path, name, value)
+    if value is None:
+        monkeypatch.setattr(selftest, "_commit", lambda: None)
+    assert run(tmp_path, monkeypatch, Pretender(), *TWO_CASES, "--rows", "24", "--resume") == 2
+    assert f"does not tell: {'torch' if name == 'facts' else 'commit'};" in capsys.readouterr().err
+
+
+def change_file(results: Path, name: str, value: object) -> None:
+    (path,) = (results / "here" / "selftest").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+
+def test_files_that_do_not_tell_how_they_were_measured_are_loaded_but_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch, Pretender(), *TWO_CASES)
+    (path,) = (tmp_path / "here" / "selftest").iterdir()
+    (content,) = read(tmp_path)
+    earlier = {name: content[name] for name in content if name not in ("cases", "variants", "slowdowns")}
+    path.write_text(json.dumps(earlier))
+    assert len(outcome.load(tmp_path / "here", FACTS, 0.03, 3)[0]) == 40
+    assert run(tmp_path, monkeypatch, Pretender(), *TWO_CASES, "--resume") == 2
+    assert "does not tell: cases, variants, slowdowns;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(project.here().results.glob("*/selftest/*")), ids=lambda path: path.stem)
+def test_the_results_of_this_project_are_loaded(path: Path) -> None:
+    content = json.loads(path.read_text())
+    found, problems = outcome.load(path.parent.parent, content["facts"], content["margin"], content["effort"]["rounds"])
+    assert problems == []
+    assert len(found) >= len(content["rows"]) > 0
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_where_there_is_nothing_to_resume_it_is_said(
+    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "here" / "selftest"
+    if content is not None:
+        folder.mkdir(parents=True)
+        (folder / "x.selftest").write_text(content)
+    assert run(tmp_path, monkeypatch, Pretender(), "--resume") == 2
+    told = capsys.readouterr().err
+    assert f"no self-test in {folder} was measured in this way; leave out --resume to begin one" in told
+    assert ("x.selftest: no self-test that can be read" in told) == (content is not None)
 
 
 def samples(ratio: float, noise: float = 0.01) -> ArmSamples:
