@@ -21,7 +21,7 @@ from tests.kitsune.zoo import ZOO
 
 LONG = ("mobilenet_v2", "densenet121", "efficientnet_b0")
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in ZOO]
-REASONS = {"lstm": "RNN, GRU, or LSTM"}
+REASONS = {"lstm": "a recurrent layer of torch is called"}
 STEPS = 6
 NUM_BATCHES = 3
 LEARNING_RATE = 1e-3  # with larger ones rounding decides what becomes of some of them
