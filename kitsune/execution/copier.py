@@ -20,25 +20,39 @@ _Copy = Callable[[int, int, int, int], int]
 
 
 class Copier:
-    """Copies tensors to `memory`, of the shape, dtype and device that it has, on the stream that is current."""
+    """Copies tensors to `memory`, as `memory.copy_` does without autograd, on the stream that is current."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         # Of complex tensors the bytes do not tell whether they are conjugate.
         is_plain = is_dense(memory) and not memory.is_complex()
-        self._copy, self._stride = _driver_copy(memory.device.type) if is_plain else None, memory.stride()
-        self._address, self._num_bytes, self._index = memory.data_ptr(), memory.nbytes, memory.device.index
+        self._copy = _driver_copy(memory.device.type) if is_plain else None
+        self._shape, self._stride, self._dtype, self._device = (
+            memory.shape,
+            memory.stride(),
+            memory.dtype,
+            memory.device,
+        )
+        self._address, self._num_bytes = memory.data_ptr(), memory.nbytes
         self._current_index, self._current_stream = index_reader(memory.device), stream_reader(memory.device)
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Copies `tensor`, without autograd."""
         # The number of a stream is another one's where another device is current.
-        if self._copy is not None and tensor.stride() == self._stride and self._current_index() == self._index:
+        if self._copy is not None and self._is_alike(tensor) and self._current_index() == self._device.index:
             # The bytes of some tensors are those of the negative numbers; others have none.
             address = 0 if tensor.is_neg() else tensor.data_ptr()
             if address and self._copy(self._address, address, self._num_bytes, self._current_stream()) == 0:
                 return
         self.memory.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
+
+    def _is_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of `tensor` are what `memory` is to have. A hook may have made another gradient of one."""
+        return (
+            tensor.dtype is self._dtype
+            and tensor.stride() == self._stride
+            and tensor.shape == self._shape
+            and tensor.device == self._device
+        )
 
 
 @cache

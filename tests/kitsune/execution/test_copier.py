@@ -88,6 +88,14 @@ def test_elements_that_lie_otherwise_are_copied_by_torch(device: torch.device, d
     assert driver.num_copies == 0
 
 
+def test_other_values_than_those_of_the_memory_are_copied_by_torch(device: torch.device, driver: Driver) -> None:
+    tensor = torch.randn(4, 3, device=device)
+    assert torch.equal(copied(tensor.double(), torch.zeros(4, 3, device=device)), tensor)
+    assert torch.equal(copied(tensor[:1], torch.zeros(4, 3, device=device)), tensor[:1].expand(4, 3))
+    assert torch.equal(copied(torch.ones(3), torch.zeros(3, device=device)), torch.ones(3, device=device))
+    assert driver.num_copies == (device.type == "cpu")  # of the last one
+
+
 def test_bytes_that_do_not_tell_the_values_are_copied_by_torch(device: torch.device, driver: Driver) -> None:
     numbers = torch.randn(4, 3, dtype=torch.complex64, device=device)
     conjugate = numbers.conj()

@@ -22,6 +22,7 @@ from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from tests.kitsune import static_memory
 from tests.kitsune.loop.test_nested_outputs import Aside
+from tests.kitsune.loops import accumulating
 from tests.kitsune.test_streams import costs_of_a_gpu
 from tests.kitsune.training import Net, Training, batch, compare, sgd
 
@@ -153,23 +154,13 @@ def planning_done(monkeypatch: pytest.MonkeyPatch) -> Planning:
     return done
 
 
-def adding_up(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """The gradients of the second batch have memory of their own."""
-    training.optimizer.zero_grad()
-    for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
-        loss = training.loss_fn(training.model(part_x), part_y)
-        loss.backward()
-    training.optimizer.step()
-    return loss.detach()
-
-
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_second_recording_has_the_plan_of_the_first(
     place: int, device: str, favour: Callable[[int], None], planning_done: Planning
 ) -> None:
     favour(place)
-    schedules = train(device, loop=adding_up).status().schedules
+    schedules = train(device, loop=accumulating).status().schedules
     assert schedules[place].chosen
     assert planning_done.times == 1
     assert planning_done.trials == len(schedules)
@@ -187,10 +178,10 @@ def test_a_second_recording_of_a_deferred_loss_has_it_too(
         model = (Net() if whole else Net(batch_norm=True, dropout=0.3)).to(device)
         return model, sgd(model)
 
-    train(device, made, loop=adding_up)
+    train(device, made, loop=accumulating)
     num_first = planning_done.trials
     favour(place + num_first)
-    schedules = train(device, made, loop=adding_up, defer_loss=True).status().schedules
+    schedules = train(device, made, loop=accumulating, defer_loss=True).status().schedules
     assert schedules[place].chosen
     assert planning_done.times == 3
     assert planning_done.trials == 2 * num_first + len(schedules)
@@ -215,7 +206,7 @@ def test_a_second_recording_with_other_results_has_plans_of_its_own(
         training.optimizer.step()
         return loss.detach()
 
-    train(device, loop=adding_up)
+    train(device, loop=accumulating)
     num_first = planning_done.trials
     favour(1 + num_first)
     schedules = train(device, loop=loop, defer_loss=True).status().schedules
@@ -235,7 +226,7 @@ def test_where_the_plan_cannot_be_recorded_again_the_second_one_is_in_order(
 
     monkeypatch.setattr(backward_recorder, "record_planned", fail_beside)
     favour(1)
-    status = train(device, loop=adding_up).status()
+    status = train(device, loop=accumulating).status()
     assert status.schedules[1].chosen
     assert planning_done.beside == [status.schedules[1].num_streams, 1]
     assert "too little memory for it" in status.refusals
