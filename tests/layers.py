@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fusion": ("device", "graph", "kernels", "timing", "plan"),
     "schedule": ("device", "plan", "graph", "timing"),
     "memory": ("device", "plan", "graph"),
-    "execution": ("device", "graph", "plan", "kernels", "memory"),
+    "execution": ("device", "native", "graph", "plan", "kernels", "memory"),
     "fallback": (),
     "loop": (
         "status",

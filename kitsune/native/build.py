@@ -1,4 +1,4 @@
-"""Builds `facts.c` once for each user and interpreter, and loads it."""
+"""Builds the module in C once for each user and interpreter, and loads it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from kitsune.config import cache_dir
 from kitsune.native.facts import Fact, Facts, PythonFacts
+from kitsune.native.plain_copy import PlainCopy, PythonPlainCopy
 
-_NAME = "kitsune.native._facts"
-_SOURCE = Path(__file__).with_name("facts.c")
+_NAME = "kitsune.native._native"
+_FOLDER = Path(__file__).parent
 _TIMEOUT_SECONDS = 60
 
 _log = logging.getLogger("kitsune")
@@ -34,33 +36,44 @@ def facts_type() -> Callable[[Sequence[Fact]], Facts]:
 
     The first call may take a second to build it.
     """
+    module = _module()
+    return PythonFacts if module is None else module.Facts
+
+
+@cache
+def plain_copy_type() -> type[PlainCopy]:
+    """As `facts_type`, what copies the bytes of tensors."""
+    module = _module()
+    return PythonPlainCopy if module is None else module.PlainCopy
+
+
+def _module() -> Any:
     directory, compiler = cache_dir(), _compiler()
     if directory is None or compiler is None:
-        return PythonFacts
+        return None
     try:
-        checker: Callable[[Sequence[Fact]], Facts] = load(directory, compiler).Facts
+        return load(directory, compiler)
     except (OSError, ImportError, subprocess.SubprocessError) as error:
-        _log.info("facts are checked in Python, since their C module could not be built: %s", error)
-        return PythonFacts
-    return checker
+        _log.info("what is written in C, too, runs in Python, since it could not be built: %s", error)
+        return None
 
 
 def load(directory: Path, compiler: Sequence[str]) -> ModuleType:
-    """The module of `facts.c`, built in `directory` unless this interpreter finds it there, whole and its user's own.
+    """The module, built in `directory` unless this interpreter finds it there, whole and its user's own.
 
     Processes may race: files are replaced as a whole, and what was read half old, half new, is built again.
 
     Raises:
         OSError, ImportError, subprocess.SubprocessError: it cannot be built, kept or loaded.
     """
-    source = _SOURCE.read_bytes()
+    source = b"\0".join(path.read_bytes() for path in _sources("*.[ch]"))
     parts = (sys.version, sysconfig.get_config_var("SOABI"), sysconfig.get_platform(), *compiler)
     key = hashlib.sha256("\n".join(map(str, parts)).encode() + source).hexdigest()[:24]
-    library = directory / f"facts-{key}.so"
+    library = directory / f"native-{key}.so"
     seal = library.with_suffix(".sha256")
     if not _is_sound(library, seal, key):
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix="facts-") as folder:
+        with tempfile.TemporaryDirectory(dir=directory, prefix="native-") as folder:
             built, mark = Path(folder) / library.name, Path(folder) / seal.name
             _compile(compiler, built)
             mark.write_text(_digest(built, key))
@@ -87,9 +100,13 @@ def _compiler() -> Sequence[str] | None:
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
     options = ["-std=c99", "-O2", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
-    command = [*compiler, *options, str(_SOURCE), "-o", str(library)]
+    command = [*compiler, *options, *map(str, _sources("*.c")), "-o", str(library)]
     subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
     library.chmod(0o700)  # nobody else may write what is loaded, whatever the umask is
+
+
+def _sources(pattern: str) -> list[Path]:
+    return sorted(_FOLDER.glob(pattern))
 
 
 def _is_sound(library: Path, seal: Path, key: str) -> bool:

@@ -1,7 +1,6 @@
 /* Checks facts about Python objects: the type Facts, which does what PythonFacts in facts.py does. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "parts.h"
 
 /* In the order of the functions in facts.py that make them. */
 enum kind { ATTRIBUTE, ITEM, RESULT, MEMBERS, CONTENTS, NUM_KINDS };
@@ -19,17 +18,6 @@ typedef struct {
     Fact *facts;
 } Facts;
 
-/* The checks return 1, 0, or -1 with an exception set. */
-
-static int is_it(PyObject *found, PyObject *expected)
-{
-    if (found == NULL)
-        return -1;
-    int same = found == expected;
-    Py_DECREF(found);
-    return same;
-}
-
 static int has_item(PyObject *container, PyObject *key, PyObject *expected)
 {
     if (!PyDict_CheckExact(container))
@@ -42,12 +30,8 @@ static int has_item(PyObject *container, PyObject *key, PyObject *expected)
 
 static int returns(PyObject *function, PyObject *args, PyObject *expected)
 {
-    PyObject *found = PyObject_Vectorcall(function, PySequence_Fast_ITEMS(args), (size_t)PyTuple_GET_SIZE(args), NULL);
-    if (found == NULL)
-        return -1;
-    int equal = PyObject_RichCompareBool(found, expected, Py_EQ);
-    Py_DECREF(found);
-    return equal;
+    size_t count = (size_t)PyTuple_GET_SIZE(args);
+    return equals(PyObject_Vectorcall(function, PySequence_Fast_ITEMS(args), count, NULL), expected);
 }
 
 static int has_members(PyObject *list, PyObject *expected)
@@ -227,36 +211,9 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {
-    .name = "kitsune.native._facts.Facts",
+PyType_Spec facts_spec = {
+    .name = "kitsune.native._native.Facts",
     .basicsize = sizeof(Facts),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
-
-static int execute(PyObject *module)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    if (type == NULL)
-        return -1;
-    int status = PyModule_AddType(module, (PyTypeObject *)type);
-    Py_DECREF(type);
-    return status;
-}
-
-static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, execute},
-    {0, NULL},
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_facts",
-    .m_size = 0,
-    .m_slots = module_slots,
-};
-
-PyMODINIT_FUNC PyInit__facts(void)
-{
-    return PyModuleDef_Init(&definition);
-}

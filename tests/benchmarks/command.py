@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -70,6 +71,25 @@ def origin() -> dict[str, Any]:
     else:
         commit = f"{measured.head}, with changes" if measured.is_changed else measured.head
     return {"commit": commit, "facts": dict(environment.facts())}
+
+
+def blocks_table(document: Mapping[str, Any], column: str) -> str:
+    """Microseconds in blocks as a Markdown table: of each round the fastest and the median block.
+
+    Args:
+        column: what there are rows of; a round has a list of microseconds for each.
+    """
+    rounds: list[dict[str, list[float]]] = document["rounds"]
+    lines = [
+        f"{document['model']}, batch {document['batch']}, {document['precision']}, commit {document['commit']}, us",
+        "",
+        f"| {column} |" + "".join(f" round {number + 1} |" for number in range(len(rounds))),
+        "|---|" + "--:|" * len(rounds),
+    ]
+    for name in rounds[0]:
+        cells = [f" {min(one[name]):.1f}, {statistics.median(one[name]):.1f} |" for one in rounds]
+        lines.append(f"| {name} |" + "".join(cells))
+    return "\n".join(lines)
 
 
 def _measure(

@@ -11,9 +11,9 @@ it, as the loop sees it, and "device" the time between steps that the host has i
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,20 +96,6 @@ def _device_block(step: Callable[[int], object]) -> float:
     return start.elapsed_time(end) / _BLOCK * 1e3
 
 
-def table(document: Mapping[str, Any]) -> str:
-    """The parts as a Markdown table: of each round its fastest and its median block."""
-    rounds: list[dict[str, list[float]]] = document["rounds"]
-    lines = [
-        f"{document['model']}, batch {document['batch']}, {document['precision']}, commit {document['commit']}, us",
-        "",
-        "| part |" + "".join(f" round {number + 1} |" for number in range(len(rounds))),
-        "|---|" + "--:|" * len(rounds),
-    ]
-    for name in rounds[0]:
-        cells = [f" {min(one[name]):.1f}, {statistics.median(one[name]):.1f} |" for one in rounds]
-        lines.append(f"| {name} |" + "".join(cells))
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
+    table = partial(command.blocks_table, column="part")
     command.run("tests.benchmarks.host_pace", __doc__, measure, table, model="mlp", batch=64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kitsune.fallback import Chooser
-from tests.benchmarks import host_pace
+from tests.benchmarks import command, host_pace
 
 
 def test_every_part_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,4 +21,4 @@ def test_every_part_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(times) == 2 and min(times) >= 0 for times in found.values())
     assert min(found["step"]) > max(found["nothing"])
     document = {"model": "mlp", "batch": 4, "precision": "fp32", "commit": None, "rounds": [found, found]}
-    assert host_pace.table(document).count("\n| ") == 7
+    assert command.blocks_table(document, "part").count("\n| ") == 7

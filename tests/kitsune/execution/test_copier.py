@@ -6,7 +6,6 @@ On the CPU something that moves bytes stands in for the driver.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from kitsune.execution import copier as module
 from kitsune.execution.copier import Copier
+from kitsune.native.plain_copy import COPY, PythonPlainCopy
 
 INVALID = 1  # CUDA_ERROR_INVALID_VALUE
 
@@ -22,28 +22,36 @@ class Driver:
     """Copies at once; or as a CUDA driver does, if that is given. Each copy is counted.
 
     Attributes:
+        address: of this as a function, while it lives.
         answer: what it returns in place of copying.
     """
 
-    def __init__(self, copy: Callable[[int, int, int, int], int] | None) -> None:
+    def __init__(self, address: int | None) -> None:
         self.num_copies = 0
         self.answer: int | None = None
-        self._copy = copy
+        self._copy = None if address is None else COPY(address)
+        self._function = COPY(self._call)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
 
-    def __call__(self, to: int, address: int, num_bytes: int, stream: int) -> int:
+    def _call(self, to: int, address: int, num_bytes: int, stream: int | None) -> int:
         if self.answer is not None:
             return self.answer
         self.num_copies += 1
         if self._copy is not None:
-            return self._copy(to, address, num_bytes, stream)
+            return int(self._copy(to, address, num_bytes, stream))
         ctypes.memmove(to, address, num_bytes)
         return 0
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Driver:
+@pytest.fixture(params=["python", "c"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Driver:
+    """What either way to call a driver calls."""
+    if request.param == "python":
+        monkeypatch.setattr(module, "plain_copy_type", lambda: PythonPlainCopy)
+    elif module.plain_copy_type() is PythonPlainCopy:
+        pytest.skip("there is no C compiler")
     driver = Driver(module._driver_copy(device.type))
-    monkeypatch.setattr(module, "_driver_copy", lambda kind: driver)
+    monkeypatch.setattr(module, "_driver_copy", lambda kind: driver.address)
     return driver
 
 
@@ -160,18 +168,18 @@ def test_a_recorded_copy_is_replayed() -> None:
     assert memory.eq(1).all()
 
 
-@pytest.mark.gpu
-def test_where_another_device_is_current_torch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    driver = Driver(module._driver_copy(device.type))
-    monkeypatch.setattr(module, "_driver_copy", lambda kind: driver)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_where_another_device_is_current_torch_copies(
+    device: torch.device, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [1 - torch.cuda.current_device()]
+    monkeypatch.setattr(module, "index_reader", lambda device: lambda: current[0])
     tensor = torch.randn(1000, device=device)
     copy_in = Copier(torch.zeros_like(tensor))
-    copy_in._current_index = lambda: 1 - device.index
     copy_in(tensor)
     assert torch.equal(copy_in.memory, tensor)
     assert driver.num_copies == 0
-    copy_in._current_index = torch.cuda.current_device
+    current[0] = torch.cuda.current_device()
     copy_in(tensor + 1)
     assert torch.equal(copy_in.memory, tensor + 1)
     assert driver.num_copies == 1

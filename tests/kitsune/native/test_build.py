@@ -14,6 +14,7 @@ import pytest
 
 from kitsune.native import build
 from kitsune.native.facts import Facts, PythonFacts, item
+from kitsune.native.plain_copy import PythonPlainCopy
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="there is no C compiler")
 
@@ -29,11 +30,13 @@ def compiler() -> list[str]:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache directory, and a `facts_type` that has not been asked yet."""
+    """An empty cache directory, and a module that has not been asked for yet."""
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path / "cache"))
     build.facts_type.cache_clear()
+    build.plain_copy_type.cache_clear()
     yield tmp_path / "cache"
     build.facts_type.cache_clear()
+    build.plain_copy_type.cache_clear()
 
 
 def check(facts: Facts, holder: dict[str, object]) -> None:
@@ -112,11 +115,12 @@ def test_the_name_depends_on_the_compiler_and_the_interpreter(
     assert len(list(tmp_path.glob("*.so"))) == 3
 
 
-def test_the_compiled_type_is_found(fresh: Path) -> None:
+def test_the_compiled_types_are_found(fresh: Path) -> None:
     checker = build.facts_type()
     assert checker is not PythonFacts
     assert checker is build.facts_type()
     assert works(checker)
+    assert build.plain_copy_type() is not PythonPlainCopy
     assert len(list(fresh.iterdir())) == 2
 
 
@@ -124,6 +128,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(fresh))
     assert build.facts_type() is PythonFacts
+    assert build.plain_copy_type() is PythonPlainCopy
 
 
 @pytest.mark.parametrize("command", ["false", "/nowhere/cc", "true"])

@@ -1,0 +1,95 @@
+"""What an iteration of the unchanged loop takes by the clock, alone in its process, with `defer_loss` and eagerly.
+
+    python -m tests.benchmarks.unchanged_loop measure --model mlp --batch 64 --precision amp FILE
+    python -m tests.benchmarks.unchanged_loop show FILE
+
+The eager loop runs first, then that with Kitsune, from the step on at which everything is replayed. Batches lie on the
+device, and come in turn. Every round is a process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+
+import kitsune
+import models
+from kitsune.background import wait_until_quiet
+from tests.benchmarks import command
+
+_BATCHES = 32
+_BLOCKS = {"eager": 20, "deferred": 60}
+_BLOCK = {"eager": 50, "deferred": 200}
+_MOST_STEPS = 20_000
+_SETTLED_STEPS = 400
+_COVERED = ("forward", "loss", "backward", "update")
+
+
+class Loop:
+    """A training loop as users write it; with Kitsune, an iteration is put off until its backward pass."""
+
+    def __init__(self, model: str, batch: int, precision: str, device: str, *, is_deferred: bool) -> None:
+        workload = models.build(model, seed=0)
+        self._module, self._loss_fn = workload.module.to(device), workload.loss_fn
+        self._batches = [workload.batch(batch, index=index, device=torch.device(device)) for index in range(_BATCHES)]
+        self._optimizer: torch.optim.Optimizer = torch.optim.Adam(self._module.parameters(), lr=workload.learning_rate)
+        if is_deferred:
+            self._optimizer = kitsune.KitsuneOptimizer(self._optimizer, defer_loss=True)
+        self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+        if precision == "amp":
+            self._autocast = partial(torch.autocast, device, dtype=torch.bfloat16)
+
+    def iterate(self, index: int) -> None:
+        """One iteration, with the batch of that number."""
+        x, y = self._batches[index % _BATCHES]
+        self._optimizer.zero_grad()
+        with self._autocast():
+            loss = self._loss_fn(self._module(x), y)
+        loss.backward()
+        self._optimizer.step()
+
+    def settle(self) -> None:
+        """Trains until iterations are replayed as a whole, and no plan is tried any more.
+
+        Raises:
+            RuntimeError: they never are.
+        """
+        replayed = 0
+        for index in range(_MOST_STEPS):
+            self.iterate(index)
+            if index % 50 == 0:
+                wait_until_quiet()
+            replayed = replayed + 1 if self._optimizer.status().covered == _COVERED else 0
+            if replayed >= _SETTLED_STEPS:
+                return
+        raise RuntimeError(f"iterations are not replayed as a whole:\n{self._optimizer.status()}")
+
+
+def measure(model: str, batch: int, precision: str, device: str = "cuda") -> dict[str, list[float]]:
+    """Microseconds of an iteration in each block."""
+    found = {}
+    for variant, count in _BLOCKS.items():
+        loop = Loop(model, batch, precision, device, is_deferred=variant == "deferred")
+        if variant == "deferred":
+            loop.settle()
+        _block_us(loop, variant, device)
+        found[variant] = [_block_us(loop, variant, device) for _ in range(count)]
+    return found
+
+
+def _block_us(loop: Loop, variant: str, device: str) -> float:
+    started = time.perf_counter()
+    for index in range(_BLOCK[variant]):
+        loop.iterate(index)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) / _BLOCK[variant] * 1e6
+
+
+if __name__ == "__main__":
+    table = partial(command.blocks_table, column="loop")
+    command.run("tests.benchmarks.unchanged_loop", __doc__, measure, table, model="mlp", batch=64)
