@@ -45,7 +45,8 @@ def pins() -> dict[str, str]:
 def test_the_wheel_installs_kitsune_alone(wheel: zipfile.ZipFile) -> None:
     top = {name.split("/")[0] for name in wheel.namelist()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"kitsune"}
-    assert {"kitsune/py.typed", "kitsune/native/facts.c"} <= set(wheel.namelist())
+    sources = {f"kitsune/native/{path.name}" for path in (ROOT / "kitsune" / "native").glob("*.[ch]")}
+    assert {"kitsune/py.typed", "kitsune/native/module.c"} <= {"kitsune/py.typed", *sources} <= set(wheel.namelist())
 
 
 def test_the_wheel_says_what_it_needs(metadata: email.message.Message) -> None:
