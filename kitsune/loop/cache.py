@@ -54,13 +54,12 @@ class StepCache(Generic[S]):
 
     def settle(self, step: S) -> None:
         """To be called after each use of `step`: releases graphs that are not wanted any more."""
-        if step.executor is None:
+        refusal = step.chooser.refusal
+        if (refusal is None and len(self._steps) <= self._max_graphs) or step.executor is None:
             return
-        if step.chooser.refusal is not None:
-            self._log.add(step.chooser.refusal)
+        if refusal is not None:
+            self._log.add(refusal)
             step.release()
-            return
-        if len(self._steps) <= self._max_graphs:
             return
         holders = [other for other in self._steps.values() if other.executor is not None]
         for other in holders[: max(len(holders) - self._max_graphs, 0)]:

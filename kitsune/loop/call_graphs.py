@@ -46,6 +46,10 @@ class CallGraphs:
         again: runs the call once more, inside autograd; None where that would differ.
         step: is told; it is not kept alive.
         tail_step: replays backward passes from the loss on, if that is wanted.
+
+    Attributes:
+        has_replayed_loss: in the backward pass of the latest call.
+        has_gone_back: by a node of autograd's graph, since counts were taken: else there is nothing to count or record.
     """
 
     def __init__(
@@ -64,8 +68,8 @@ class CallGraphs:
         self.again = again
         self.stable = frozenset(stable)
         self._step = weakref.ref(step)
-        self.has_replayed_loss = False  # in the backward pass of the latest call
-        self._has_gone_back = False  # by a node of autograd's graph, since counts were taken
+        self.has_replayed_loss = False
+        self.has_gone_back = False
         self._backwards = backwards
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
         layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
@@ -156,12 +160,12 @@ class CallGraphs:
     @property
     def has_new_cases(self) -> bool:
         """See `BackwardGraph`."""
-        return self._has_gone_back and True in [graph.has_new_cases for graph in self._backwards]
+        return self.has_gone_back and True in [graph.has_new_cases for graph in self._backwards]
 
     @property
     def wants_recordings(self) -> bool:
         """See `BackwardGraph`."""
-        return self._has_gone_back and True in [graph.wants_recordings for graph in self._backwards]
+        return True in [graph.wants_recordings for graph in self._backwards]
 
     def record_cases(self, record: Record) -> None:
         """See `BackwardGraph`."""
@@ -171,9 +175,7 @@ class CallGraphs:
     def take_counts(self) -> tuple[int, int, int]:
         """The sums of `num_copied`, `num_kept` and `num_partial` of its backward graphs, since this was last asked."""
         copied = kept = partial = 0
-        if not self._has_gone_back:
-            return copied, kept, partial
-        self._has_gone_back = self.wants_recordings
+        self.has_gone_back = self.wants_recordings
         for graph in self._backwards:
             copied += graph.num_copied
             kept += graph.num_kept
@@ -251,7 +253,7 @@ class CallGraphs:
 
     def goes_back(self) -> None:
         """A node of autograd's graph is about to go back through a part of the call."""
-        self._has_gone_back = True
+        self.has_gone_back = True
 
     def now_pending(self, context: Any) -> None:
         self._contexts.append(weakref.ref(context))

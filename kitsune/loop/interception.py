@@ -203,7 +203,7 @@ class TakenOver(Interceptor):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
         assert module is not None
-        if taker is None or not self._is_newest(taker):
+        if taker is None or (self._changes != _takers.changes and not self._is_newest(taker)):
             self.give_back()
             return call_module(module, args, kwargs) if self.compiled is None else self.compiled(*args, **kwargs)
         return taker.call(module, args, kwargs)
@@ -228,8 +228,6 @@ class TakenOver(Interceptor):
             setattr(owner, _place(owner), self.compiled)
 
     def _is_newest(self, taker: CallTaker) -> bool:
-        if self._changes == _takers.changes:
-            return True
         if not all(_takers.of(param) is taker for param in self._params):
             return False
         self._changes = _takers.changes
