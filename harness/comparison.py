@@ -15,7 +15,6 @@ from harness.fusions import step_fusions
 from harness.history_series import history_series
 from harness.level_changes import environment_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
-from harness.profiles import DeviceType, effort
 from harness.revisions import describe
 from harness.rows import (
     Change,
@@ -126,7 +125,11 @@ def compare(
         timelines=timelines,
         stream_gains=stream_gains(newer, stages, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
-        notes=(*_notes(older, newer, changes), *_error_rates(history, newer, margin), *filter(None, (pages.problem,))),
+        notes=(
+            *_notes(older, newer, changes),
+            *_error_rates(history, older, newer, changes, rows, margin),
+            *filter(None, (pages.problem,)),
+        ),
         damage=history.damage,
         phases=step_phases(newer, history.folder),
         step_memory=_step_memory(newer),
@@ -166,7 +169,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         precision=precision,
         seconds=seconds[variant],
         wall_seconds=_wall_seconds(measured, case, variant),
-        rounds=sum(variant in entry.blocks for entry in measured.rounds[case]),
+        rounds=_num_rounds(measured, case, variant),
         reference=reference,
         ratio=ratio,
         margin=_margin(measured, case, variant, reference, margin),
@@ -240,6 +243,10 @@ def _best_peer(measured: Measurement, case: Case, variant: str, seconds: Mapping
 def _ratio(measured: Measurement, case: Case, variant: str, reference: str | None) -> Estimate | None:
     pairs = [] if reference is None else measured.pairs(case, variant, reference)
     return paired_ratio(pairs) if pairs else None
+
+
+def _num_rounds(measured: Measurement, case: Case, variant: str) -> int:
+    return sum(variant in entry.blocks for entry in measured.rounds[case])
 
 
 def _seconds(measured: Measurement, case: Case, variant: str) -> float:
@@ -376,12 +383,20 @@ def _step_memory(measured: Measurement) -> tuple[StepMemory, ...]:
     )
 
 
-def _error_rates(history: History, newer: Measurement, margin: float) -> list[str]:
+def _error_rates(
+    history: History,
+    older: Measurement | None,
+    newer: Measurement,
+    changes: Sequence[Change],
+    rows: Sequence[Row],
+    margin: float,
+) -> list[str]:
     """How often verdicts like these are wrong, where self-tests have measured it in this environment."""
-    device: DeviceType = "cuda" if newer.facts.get("device_type") == "cuda" else "cpu"
-    rounds = effort(newer.runs[-1].profile, device).rounds
-    rows, problems = outcome.load(history.folder, newer.facts, margin, rounds)
-    told = outcome.sentence(rows, margin)
+    found, problems = outcome.load(history.folder, newer.facts, margin)
+    sides = [side for side in (older, newer) if side is not None]
+    rounds = [_num_rounds(side, change.case, change.variant) for change in changes for side in sides]
+    rounds = rounds or [row.rounds for row in rows if row.is_product]
+    told = outcome.sentence(found, margin, min(rounds)) if rounds else None
     return ([] if told is None else [told]) + problems
 
 

@@ -298,7 +298,7 @@ def _make_ready(job: RoundJob, task: Task, device: torch.device) -> tuple[Traini
     caches.use(task.caches)
     training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
     settle(training, lambda training: training.run(1), job.effort.settle_seconds)
-    return training, warm_up(training, device, job.effort.warm_up_seconds)
+    return training, warm_up(training.run, device, job.effort.warm_up_seconds)
 
 
 def settle(training: Training, step: Callable[[Training], object], seconds: float) -> None:
@@ -324,13 +324,14 @@ def settling(training: Training, step: Callable[[Training], object], seconds: fl
         yield
 
 
-def warm_up(training: Training, device: torch.device, seconds: float) -> float:
-    """Runs until the last blocks agree or the time is up; the seconds per step of the fastest of them."""
+def warm_up(run: Callable[[int], object], device: torch.device, seconds: float) -> float:
+    """Runs so many steps and so many more, until the last blocks agree or the time is up; the seconds per step of the
+    fastest of them."""
     deadline = time.monotonic() + seconds
-    times = [time_block(training.run, 1, device).wall_s]
+    times = [time_block(run, 1, device).wall_s]
     steps = max(1, math.ceil(profiles.WARM_UP_BLOCK_SECONDS / times[0]))
     while time.monotonic() < deadline and not _stable(times):
-        times.append(time_block(training.run, steps, device).wall_s)
+        times.append(time_block(run, steps, device).wall_s)
     return min(times[-profiles.STABLE_BLOCKS :])
 
 

@@ -52,7 +52,7 @@ def measure_phases(job: PhasesJob, note: Callable[[str], None]) -> PhasesResult:
     note(f"setting up {variant.name}")
     training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
     settle(training, lambda training: training.run(1), job.effort.settle_seconds)
-    warm_up(training, device, job.effort.warm_up_seconds)
+    warm_up(training.run, device, job.effort.warm_up_seconds)
     note(f"profiling {variant.name}")
     trace = _profiled(training, device)
     note(f"reading the trace of {variant.name}")

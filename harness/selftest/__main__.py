@@ -312,12 +312,14 @@ def print_progress(what: str, used_s: float, left_s: float) -> None:
 
 def table(rows: Sequence[JudgedRow]) -> Iterator[str]:
     """The outcome as lines of text."""
-    yield f"{'judge':<24}{'slowdown':>10}{'rows':>7}{'slower':>9}{'faster':>9}{'same':>9}{'inconclusive':>14}"
+    columns = f"{'judge':<24}{'slowdown':>10}{'measured':>10}{'rows':>7}"
+    yield f"{columns}{'slower':>9}{'faster':>9}{'same':>9}{'inconclusive':>14}"
     for rate in outcome.rates(rows):
         shares = [rate.slower, rate.faster, rate.same, rate.inconclusive]
         told = [f"{100 * number / rate.rows:.1f}%" for number in shares]
         planted = "none" if rate.slowdown == 0 else f"{100 * rate.slowdown:g}%"
-        yield f"{rate.judge:<24}{planted:>10}{rate.rows:>7}{told[0]:>9}{told[1]:>9}{told[2]:>9}{told[3]:>14}"
+        numbers = f"{100 * rate.measured:>9.1f}%{rate.rows:>7}"
+        yield f"{rate.judge:<24}{planted:>10}{numbers}{told[0]:>9}{told[1]:>9}{told[2]:>9}{told[3]:>14}"
 
 
 def _commit() -> str | None:

@@ -50,25 +50,28 @@ class Delayed:
 
     A kernel keeps the device busy and a loop the host, each for as long. In a loop that is bound by the device the
     host's wait falls where it is ahead, in one that is bound by the host the device's falls where it is idle: the step
-    takes longer by one of the two.
+    takes longer by one of the two. Steps that take no longer have the kernel and the loop as well: what these take by
+    themselves is in all.
 
     Args:
-        delay_s: seconds a step; 0 for none.
         cycles_per_second: of the device's busy kernel; None on the CPU.
+
+    Attributes:
+        delay_s: seconds a step; none at first.
     """
 
-    def __init__(self, training: Training, delay_s: float, cycles_per_second: float | None) -> None:
+    def __init__(self, training: Training, cycles_per_second: float | None) -> None:
+        self.delay_s = 0.0
         self._training = training
-        self._delay_s = delay_s
-        self._cycles = 0 if cycles_per_second is None else int(delay_s * cycles_per_second)
+        self._cycles_per_second = cycles_per_second
 
     def run(self, steps: int) -> Tensor:
         """So many steps, at least one; the loss of the last."""
         for _ in range(steps):
             loss = self._training.run(1)
-            if self._cycles:
-                torch.cuda._sleep(self._cycles)
-            busy_wait(self._delay_s)
+            if self._cycles_per_second is not None:
+                torch.cuda._sleep(int(self.delay_s * self._cycles_per_second))
+            busy_wait(self.delay_s)
         return loss
 
 
@@ -97,8 +100,9 @@ def measure_arms(job: ArmsJob, note: Callable[[str], None]) -> ArmsResult:
         variant = variants.get(job.variant)
         training = start(variant, prepare(variant, job.case.model, job.case.batch, device))
         measure.settle(training, lambda training: training.run(1), job.effort.settle_seconds)
-        seconds = measure.warm_up(training, device, job.effort.warm_up_seconds)
-        arms[name] = Delayed(training, shares[name] * seconds, rate)
+        arms[name] = Delayed(training, rate)
+        seconds = measure.warm_up(arms[name].run, device, job.effort.warm_up_seconds)
+        arms[name].delay_s = shares[name] * seconds
         steps[name] = measure.steps_per_block(seconds, job.effort)
     gc.collect()
     gc.freeze()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from harness.selection import changed_facts
 from harness.stats import Verdict
@@ -24,6 +28,9 @@ HARNESS = "harness"
 
 METHOD = ("commit", "margin", "effort", "cases", "variants", "slowdowns")
 """What rows depend on, beside the facts of the machine. Files of earlier versions tell only the first three."""
+
+
+_VERDICTS = [verdict.value for verdict in Verdict]
 
 
 @dataclass(frozen=True)
@@ -69,10 +76,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rate:
-    """How many of the rows with a slowdown (0: none) a judge called slower, faster, the same, or left open."""
+    """How many of the rows with a slowdown (0: none) a judge called slower, faster, the same, or left open.
+
+    ``measured`` is the slowdown that the harness measured, in the median row.
+    """
 
     judge: str
     slowdown: float
+    measured: float
     rows: int
     slower: int
     faster: int
@@ -89,18 +100,19 @@ def rates(rows: Sequence[JudgedRow]) -> tuple[Rate, ...]:
     """For each judge, and each slowdown in rising order."""
     judges = dict.fromkeys(name for row in rows for name in row.verdicts)
     return tuple(
-        _rate(judge, slowdown, [row.verdicts[judge] for row in rows if row.slowdown == slowdown])
+        _rate(judge, slowdown, [row for row in rows if row.slowdown == slowdown])
         for judge in judges
         for slowdown in sorted({row.slowdown for row in rows})
     )
 
 
-def _rate(judge: str, slowdown: float, verdicts: Sequence[str]) -> Rate:
-    counts = {verdict: verdicts.count(verdict.value) for verdict in Verdict}
+def _rate(judge: str, slowdown: float, rows: Sequence[JudgedRow]) -> Rate:
+    counts = Counter(Verdict(row.verdicts[judge]) for row in rows)
     return Rate(
         judge,
         slowdown,
-        len(verdicts),
+        statistics.median(row.ratio for row in rows) - 1,
+        len(rows),
         slower=counts[Verdict.SLOWER],
         faster=counts[Verdict.FASTER],
         same=counts[Verdict.SAME],
@@ -147,21 +159,18 @@ def write(outcome: Outcome) -> None:
     write_whole(outcome.path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
-def load(
-    folder: Path, facts: Mapping[str, object], margin: float, rounds: int
-) -> tuple[tuple[JudgedRow, ...], list[str]]:
-    """The rows of all self-tests of a machine that were made in this environment, at this margin and in so many rounds
-    of each commit, and what is wrong with files that cannot be read.
+def load(folder: Path, facts: Mapping[str, object], margin: float) -> tuple[tuple[JudgedRow, ...], list[str]]:
+    """The rows of all self-tests of a machine that were made in this environment and at this margin, and what is wrong
+    with files that cannot be read.
 
     Args:
         folder: the machine's results.
         facts: of the machine, now.
         margin: the least margin that verdicts are given by.
-        rounds: of each commit.
     """
     outcomes, problems = _read(folder)
     alike = [found for found in outcomes if found.method["margin"] == margin and not changed_facts(found.facts, facts)]
-    return tuple(row for found in alike for row in found.rows if row.rounds == rounds), problems
+    return tuple(row for found in alike for row in found.rows), problems
 
 
 def newest_alike(folder: Path, wanted: Outcome) -> Outcome:
@@ -204,26 +213,67 @@ def _read(folder: Path) -> tuple[list[Outcome], list[str]]:
         try:
             content = json.loads(path.read_bytes())
             if content["schema"] == SCHEMA:
-                method = {name: content.get(name) for name in METHOD}
-                rows = tuple(JudgedRow(**fields) for fields in content["rows"])
-                outcomes.append(Outcome(path, content["started"], content["seconds"], content["facts"], method, rows))
+                outcomes.append(_outcome(path, content))
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{path}: no self-test that can be read ({error}); remove it")
     return outcomes, problems
 
 
-def sentence(rows: Sequence[JudgedRow], margin: float) -> str | None:
-    """The harness's error rates in words, of rows of equally many rounds; None without any in which nothing changed."""
-    known = {rate.slowdown: rate for rate in rates(rows) if rate.judge == HARNESS}
+def _outcome(path: Path, content: Mapping[str, Any]) -> Outcome:
+    """Of the content of a file.
+
+    Raises:
+        ValueError, KeyError, TypeError: it has not what a self-test has.
+    """
+    rows = tuple(JudgedRow(**fields) for fields in content["rows"])
+    for number, row in enumerate(rows, start=1):
+        told = {
+            "slowdown": _is_number(row.slowdown),
+            "ratio": _is_number(row.ratio),
+            "rounds": _is_number(row.rounds),
+            "verdicts": isinstance(row.verdicts, dict)
+            and row.verdicts.keys() == rows[0].verdicts.keys()
+            and all(verdict in _VERDICTS for verdict in row.verdicts.values()),
+        }
+        if not all(told.values()):
+            raise ValueError(
+                f"row {number} tells no {', '.join(name for name, is_told in told.items() if not is_told)}"
+            )
+    if not isinstance(content["facts"], dict) or not _is_number(content["seconds"]):
+        raise ValueError("it tells nothing of the machine, or of the time that it took")
+    method = {name: content.get(name) for name in METHOD}
+    return Outcome(path, content["started"], content["seconds"], content["facts"], method, rows)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def sentence(rows: Sequence[JudgedRow], margin: float, rounds: int) -> str | None:
+    """The harness's error rates in words, for verdicts that rest on so many rounds of each commit.
+
+    None without any row in which nothing changed. Where there are rows, but none in so many rounds, it says that.
+    """
+    alike = [row for row in rows if row.rounds == rounds]
+    known = {rate.slowdown: rate for rate in rates(alike) if rate.judge == HARNESS}
     if 0.0 not in known:
-        return None
+        others = sorted({row.rounds for row in rows if row.slowdown == 0})
+        if not others:
+            return None
+        return (
+            "error rates are measured on this machine for verdicts that rest on"
+            f" {', '.join(map(str, others))} rounds of each commit, not for {rounds}, on which some of these rest;"
+            f" harness.selftest --rounds {rounds} measures them"
+        )
     unchanged = known.pop(0.0)
     found = ", ".join(
-        f"{100 * slowdown:g}%: {100 * rate.found / rate.rows:.0f}% of {rate.rows}" for slowdown, rate in known.items()
+        f"{100 * rate.slowdown:g}% (measured: {rate.measured:.1%}): {rate.found / rate.rows:.0%} of {rate.rows}"
+        for rate in known.values()
     )
     told = f"; planted slowdowns found, of {found}" if found else ""
+    kinds = ", ".join(sorted({f"{row.case} {row.variant}" for row in alike}))
     return (
-        f"error rates measured on this machine at a margin of {100 * margin:g}%, in {rows[0].rounds} rounds of each"
-        f" commit: {unchanged.found} of {unchanged.rows}"
+        f"error rates measured on this machine at a margin of {100 * margin:g}%, in {rounds} rounds of each commit of"
+        f" {kinds}: {unchanged.found} of {unchanged.rows}"
         f" rows falsely flagged ({100 * unchanged.found / unchanged.rows:.1f}%){told}"
     )

@@ -2,6 +2,7 @@ import json
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from harness import render
 from harness.comparison import compare
 from harness.rows import Comparison, Parity, Row
 from harness.selection import ComparisonError, choose_machine
+from harness.selftest import outcome
+from harness.selftest.outcome import JudgedRow
 from harness.stats import Verdict
 from harness.store import Store
 from tests.harness import sample
@@ -408,6 +411,23 @@ def test_a_restless_history_widens_a_margin_within_bounds(tmp_path: Path) -> Non
 
     assert short.margin < long.margin <= 0.1
     assert long.margin <= 1.05 * 2 * short.margin
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"), [(5, 4, "0 of 1 rows falsely flagged"), (3, 4, "4 rounds of each commit, not for 3")]
+)
+def test_error_rates_are_told_for_the_fewest_rounds_that_verdicts_rest_on(
+    old: int, new: int, told: str, tmp_path: Path
+) -> None:
+    write(tmp_path, OLD, TIMES, rounds=old)
+    write(tmp_path, NEW, TIMES, day=2, rounds=new)
+    method = {"margin": 0.03, "commit": None, "effort": {}, "cases": [], "variants": [], "slowdowns": [0.0]}
+    begun = outcome.begun(tmp_path / "machine", datetime(2026, 1, 1, tzinfo=timezone.utc), FACTS, method)
+    row = JudgedRow("mlp-b64", "eager_fp32", 0.0, 1.0, 0.99, 1.01, 0.03, 4, {outcome.HARNESS: "same"})
+    outcome.write(replace(begun, rows=(row,)))
+    notes = [note for note in compared(tmp_path).notes if "error rates" in note]
+    assert len(notes) == 1
+    assert told in notes[0]
 
 
 def test_one_round_gives_ratios_without_verdicts(tmp_path: Path) -> None:

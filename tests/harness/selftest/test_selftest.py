@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -127,17 +129,32 @@ def test_the_result_is_a_file_beside_the_machine_s_results(
     assert content["effort"]["rounds"] == profiles.effort(profiles.DEFAULT, "cpu").rounds == 3
     assert {row["case"] for row in content["rows"]} == {"mlp-b16"}
     assert str(path) in capsys.readouterr().out
-    found, problems = outcome.load(tmp_path / "here", FACTS, 0.03, 3)
+    found, problems = outcome.load(tmp_path / "here", FACTS, 0.03)
     assert len(found) == len(content["rows"]) == 28
     assert problems == []
-    told = outcome.sentence(found, 0.03)
+    told = outcome.sentence(found, 0.03, 3)
     assert told is not None
     assert "of 20 rows falsely flagged" in told
-    assert "10%: 100% of 2" in told
-    assert "in 3 rounds of each commit" in told
-    assert outcome.load(tmp_path / "here", FACTS | {"torch": "3"}, 0.03, 3)[0] == ()
-    assert outcome.load(tmp_path / "here", FACTS, 0.05, 3)[0] == ()
-    assert outcome.load(tmp_path / "here", FACTS, 0.03, 8)[0] == ()
+    assert re.search(r"10% \(measured: (9|10)\.\d%\): 100% of 2", told)
+    assert "in 3 rounds of each commit of mlp-b16 eager_fp32:" in told
+    assert outcome.load(tmp_path / "here", FACTS | {"torch": "3"}, 0.03)[0] == ()
+    assert outcome.load(tmp_path / "here", FACTS, 0.05)[0] == ()
+
+
+def test_of_other_numbers_of_rounds_nothing_is_told_but_how_to_measure_it() -> None:
+    measured = rows(Pretender())
+    for rounds in (2, 8):
+        told = outcome.sentence(measured, 0.03, rounds)
+        assert told is not None
+        assert f"for verdicts that rest on 3 rounds of each commit, not for {rounds}" in told
+        assert "falsely flagged" not in told
+    assert outcome.sentence([row for row in measured if row.slowdown], 0.03, 2) is None
+
+
+def test_the_slowdown_that_was_measured_stands_beside_the_planted_one() -> None:
+    unchanged, planted = outcome.rates([row for row in rows(Pretender()) if row.slowdown in (0.0, 0.10)])[:2]
+    assert abs(unchanged.measured) < 0.01
+    assert planted.measured == pytest.approx(0.10, abs=0.02)
 
 
 def test_asv_reads_none_of_it_as_results(
@@ -153,10 +170,40 @@ def test_asv_reads_none_of_it_as_results(
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "selftest").mkdir()
     (tmp_path / "selftest" / "x.selftest").write_text("{}")
-    found, (problem,) = outcome.load(tmp_path, FACTS, 0.03, 3)
+    found, (problem,) = outcome.load(tmp_path, FACTS, 0.03)
     assert found == ()
     assert "x.selftest" in problem
-    assert outcome.sentence(found, 0.03) is None
+    assert outcome.sentence(found, 0.03, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda content: content["rows"][1].update(slowdown="x"), "row 2 tells no slowdown"),
+        (lambda content: content["rows"][1].update(ratio=None, rounds=[3]), "row 2 tells no ratio, rounds"),
+        (lambda content: content["rows"][1].update(ratio=float("nan")), "row 2 tells no ratio"),
+        (lambda content: content["rows"][1]["verdicts"].update(another="same"), "row 2 tells no verdicts"),
+        (lambda content: content["rows"][1]["verdicts"].update(harness="maybe"), "row 2 tells no verdicts"),
+        (lambda content: content["rows"][0].update(verdicts=None), "row 1 tells no verdicts"),
+        (lambda content: content.update(facts=None), "it tells nothing of the machine"),
+        (lambda content: content.update(seconds="long"), "or of the time that it took"),
+        (lambda content: content.update(rows=3), "not iterable"),
+        (lambda content: content["rows"].append(3), "must be a mapping"),
+    ],
+)
+def test_damaged_files_are_named_and_others_read(
+    change: Callable[[Any], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, monkeypatch, Pretender(), "--rows", "1", "--arms", "2", "--planted", "1")
+    (path,) = (tmp_path / "here" / "selftest").iterdir()
+    whole, _ = outcome.load(tmp_path / "here", FACTS, 0.03)
+    content = json.loads(path.read_text())
+    change(content)
+    (path.parent / "damaged.selftest").write_text(json.dumps(content))
+    found, (problem,) = outcome.load(tmp_path / "here", FACTS, 0.03)
+    assert found == whole != ()
+    assert "damaged.selftest: no self-test that can be read" in problem
+    assert words in problem
 
 
 @pytest.mark.parametrize(
@@ -366,7 +413,7 @@ def test_files_that_do_not_tell_how_they_were_measured_are_loaded_but_not_resume
     (content,) = read(tmp_path)
     earlier = {name: content[name] for name in content if name not in ("cases", "variants", "slowdowns")}
     path.write_text(json.dumps(earlier))
-    assert len(outcome.load(tmp_path / "here", FACTS, 0.03, 3)[0]) == 40
+    assert len(outcome.load(tmp_path / "here", FACTS, 0.03)[0]) == 40
     assert run(tmp_path, monkeypatch, Pretender(), *TWO_CASES, "--resume") == 2
     assert "does not tell: cases, variants, slowdowns;" in capsys.readouterr().err
 
@@ -374,7 +421,7 @@ def test_files_that_do_not_tell_how_they_were_measured_are_loaded_but_not_resume
 @pytest.mark.parametrize("path", sorted(project.here().results.glob("*/selftest/*")), ids=lambda path: path.stem)
 def test_the_results_of_this_project_are_loaded(path: Path) -> None:
     content = json.loads(path.read_text())
-    found, problems = outcome.load(path.parent.parent, content["facts"], content["margin"], content["effort"]["rounds"])
+    found, problems = outcome.load(path.parent.parent, content["facts"], content["margin"])
     assert problems == []
     assert len(found) >= len(content["rows"]) > 0
 
@@ -455,9 +502,20 @@ class Steps:
 def test_a_delay_is_added_to_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("harness.selftest.arms.busy_wait", waits.append)
-    steps = Steps()
-    assert Delayed(steps, 0.25, None).run(3) == 3  # type: ignore[arg-type,comparison-overlap]
+    arm = Delayed(Steps(), None)  # type: ignore[arg-type]
+    arm.delay_s = 0.25
+    assert arm.run(3) == 3  # type: ignore[comparison-overlap]
     assert waits == [0.25] * 3
+
+
+def test_a_step_without_a_delay_has_its_kernel_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles: list[int] = []
+    monkeypatch.setattr("torch.cuda._sleep", cycles.append)
+    arm = Delayed(Steps(), 1e6)  # type: ignore[arg-type]
+    arm.run(2)
+    arm.delay_s = 1e-3
+    arm.run(1)
+    assert cycles == [0, 0, 1000]
 
 
 def test_arms_are_measured_in_a_process() -> None:
