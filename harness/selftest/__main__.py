@@ -43,7 +43,7 @@ MODELS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("mlp-b64",), "cuda
 VARIANTS: dict[profiles.DeviceType, tuple[str, ...]] = {"cpu": ("eager_fp32",), "cuda": ("handcaptured_fp32",)}
 ARMS: dict[profiles.DeviceType, int] = {"cpu": 16, "cuda": 24}
 PLANTED: dict[profiles.DeviceType, int] = {"cpu": 2, "cuda": 3}
-BLOCK_SECONDS: dict[profiles.DeviceType, float] = {"cpu": 0.010, "cuda": 0.006}
+BLOCK_SECONDS = 0.010
 WARM_UP_SECONDS: dict[profiles.DeviceType, float] = {"cpu": 0.08, "cuda": 0.10}
 
 
@@ -53,7 +53,7 @@ def effort(device: profiles.DeviceType) -> Effort:
     """
     return replace(
         profiles.effort(profiles.DEFAULT, device),
-        block_seconds=BLOCK_SECONDS[device],
+        block_seconds=BLOCK_SECONDS,
         warm_up_seconds=WARM_UP_SECONDS[device],
     )
 
