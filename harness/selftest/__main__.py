@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", metavar="CASE", help=f"cases to measure, such as {names.split(', ')[0]}")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="variants to measure, such as eager_fp32")
     parser.add_argument("--rows", type=_positive, default=300, help="rows of unchanged code (default: %(default)s)")
-    parser.add_argument("--seconds", type=_seconds, default=900.0, help="the most it may take (default: %(default)s)")
+    parser.add_argument("--seconds", type=_seconds, default=1200.0, help="the most it may take (default: %(default)s)")
     parser.add_argument("--arms", type=_positive, metavar="N", help="unchanged copies in a process (GPU: 24, CPU: 16)")
     parser.add_argument(
         "--planted", type=_positive, metavar="N", help="copies for each planted slowdown (GPU: 3, CPU: 2)"
