@@ -174,11 +174,14 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 def _check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Ends the program where two outputs would be one file."""
-    names: dict[Path, str] = {}
+    names: dict[str, str] = {}
     for name in ("html", "json", "markdown"):
         path = getattr(options, name)
-        if path is not None and names.setdefault(path.resolve(), name) != name:
-            parser.error(f"--{names[path.resolve()]} and --{name} name the same file: {path}")
+        if path is None:
+            continue
+        first = names.setdefault(os.path.realpath(path), name)
+        if first != name:
+            parser.error(f"--{first} and --{name} name the same file: {path}")
 
 
 def _check_margins(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
