@@ -179,11 +179,17 @@ def choose_commits(history: History, base: str | None, head: str | None, folder:
 def without_timings(history: History, commit: str) -> str:
     """The line that says that a commit has none, and why where that is known."""
     told = f"commit {commit[:8]} has no readable timings"
+    damage = _damage(history, commit)
+    return f"{told}: measure it again" if damage is None else f"{told}: {damage}; measure it again"
+
+
+def _damage(history: History, commit: str) -> str | None:
+    """What is wrong with the file of a commit: the first problem, and how many there are."""
     damage = history.damage_of(commit)
     if not damage:
-        return f"{told}: measure it again"
+        return None
     more = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
-    return f"{told}: {_sentence(damage[0])}{more}; measure it again"
+    return f"{_sentence(damage[0])}{more}"
 
 
 def _is_spoilt(history: History, commit: str) -> bool:
@@ -227,7 +233,11 @@ def measured_commit(revision: str, history: History, folder: Path) -> str:
     listed = ", ".join(["…", *shorts[-10:]] if len(shorts) > 10 else shorts)
     if found:
         raise ComparisonError(f"{revision!r} fits several measured commits: {listed}; give more characters")
-    raise ComparisonError(f"{revision!r} is not measured on {history.machine}; measured, oldest first: {listed}")
+    spoilt = [_damage(history, commit) for commit in matching(revision, history.unreadable, folder)]
+    damage = "".join(f"; damaged: {told}" for told in spoilt)
+    raise ComparisonError(
+        f"{revision!r} is not measured on {history.machine}; measured, oldest first: {listed}{damage}"
+    )
 
 
 def _nothing_readable(history: History) -> str:

@@ -151,6 +151,13 @@ class History:
         """What could not be read of a commit."""
         return tuple(entry for entry in self.damage if entry.path.name == f"{commit}{_SUFFIX}")
 
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        """Commits of whose files damage has left nothing."""
+        names = [entry.path.name for entry in self.damage if entry.path.name.endswith(_SUFFIX)]
+        commits = dict.fromkeys(name[: -len(_SUFFIX)] for name in names)
+        return tuple(commit for commit in commits if _COMMIT.fullmatch(commit) and commit not in self._runs)
+
     def runs(self, commit: str) -> tuple[Run, ...]:
         """The runs on a commit, earliest first; empty for a commit that was not measured."""
         return self._runs.get(commit, ())
