@@ -2,7 +2,7 @@
 
 Exit codes: 0, everything that can run here was measured; 1, something was measured and something failed (a summary says
 what); 2, nothing could be measured or compared; 128 and the number of a signal, interrupted by it (130 by a key, 143 by
-SIGTERM; what was measured before is kept).
+SIGTERM; what was measured before is kept, but by a check).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{__package__}.run: {error}", file=sys.stderr)
         return 2
     except Interrupted as interruption:
-        print(f"\nInterrupted. What was measured before is kept{_how_to_go_on(given, options)}", file=sys.stderr)
+        print(f"\nInterrupted. {_what_is_kept(given, options)}", file=sys.stderr)
         return 128 + interruption.number
 
 
@@ -168,12 +168,15 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _how_to_go_on(given: Sequence[str], options: argparse.Namespace) -> str:
-    """The end of a sentence: the command that measures what is missing, where there is one."""
-    if options.check or options.passes > 1:
-        return "."
+def _what_is_kept(given: Sequence[str], options: argparse.Namespace) -> str:
+    """What an interruption leaves, with the command that measures what is missing, where there is one."""
+    if options.check:
+        return "A check keeps nothing of what was measured."
+    told = "What was measured before is kept"
+    if options.passes > 1:
+        return f"{told}."
     command = ["python", "-m", f"{__package__}.run", *given, *([] if options.resume else ["--resume"])]
-    return f"; go on with\n  {shlex.join(command)}"
+    return f"{told}; go on with\n  {shlex.join(command)}"
 
 
 def _introduce(plan: Plan) -> None:

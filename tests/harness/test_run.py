@@ -364,6 +364,18 @@ def test_an_interrupt_ends_asv_and_says_how_to_go_on(
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_an_interrupted_check_says_that_nothing_is_kept(
+    asv: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: Project) -> None:
+        raise Interrupted(signal.SIGINT)
+
+    asv("pass")
+    monkeypatch.setattr(Project, "prepare", interrupt)
+    assert run.main(["--check"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted. A check keeps nothing of what was measured.\n"
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
 def test_the_number_of_commits_is_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

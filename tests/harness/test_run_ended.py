@@ -90,7 +90,7 @@ def test_a_run_that_is_terminated_leaves_nothing_and_until_then_no_other_begins(
     running.front.terminate()
     output, _ = running.front.communicate(timeout=_ENOUGH_S)
     assert running.front.returncode == 128 + signal.SIGTERM
-    assert output.endswith("\nInterrupted. What was measured before is kept.\n")
+    assert output.endswith("\nInterrupted. A check keeps nothing of what was measured.\n")
     assert running.processes() == []
     assert running.is_free()
 
