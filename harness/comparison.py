@@ -59,6 +59,7 @@ from harness.step_phases import step_phases
 from harness.store import History, Profile
 from harness.stream_gains import stream_gains
 from harness.timelines import timeline
+from harness.unknown_at_head import notes_on_unknown
 
 DEFAULT_MARGIN = MARGIN
 """Relative difference in time that does not matter in any benchmark; noise may widen it for single ones."""
@@ -420,6 +421,7 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
     if differing:
         told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
         notes.append(f"the environment changed between the commits ({told}); changes may be its doing")
+    notes += notes_on_unknown(older, newer)
     notes += _machine_notes(older, newer, changes)
     if not changes:
         notes.append("no Kitsune variant was measured beside the same peer at both commits, so no change can be judged")

@@ -41,7 +41,8 @@ class Run:
 
     ``facts`` describe the machine and its software (device, driver, cuda, torch, python, …); ``started`` is in UTC.
     ``snapshot_of`` is the commit under which the working tree that was measured lay; None for a commit of the history.
-    ``workloads`` are the user's own models among those measured: where each name was built from.
+    ``workloads`` are the user's own models among those measured: where each name was built from. ``cases`` are the
+    names of those that were asked for, none where that was left to the profile; None in results of earlier versions.
     """
 
     run: str
@@ -53,6 +54,7 @@ class Run:
     profile: Name
     snapshot_of: str | None
     workloads: Mapping[str, object]
+    cases: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ def _run(fields: Mapping[str, object]) -> Run:
         profile=_choice(fields, "profile", get_args(Name)),
         snapshot_of=_optional_text(fields, "snapshot_of"),
         workloads={} if fields.get("workloads") is None else _mapping(fields, "workloads"),
+        cases=None if fields.get("cases") is None else _names(fields, "cases"),
     )
 
 
@@ -520,6 +523,13 @@ def _whole(fields: Mapping[str, object], name: str, *, least: int) -> int:
 
 def _optional_bytes(fields: Mapping[str, object], name: str) -> int | None:
     return None if fields.get(name) is None else _whole(fields, name, least=0)
+
+
+def _names(fields: Mapping[str, object], name: str) -> tuple[str, ...]:
+    value = fields.get(name)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, str) for entry in value):
+        raise RecordError(f"{name}: expected a list of names, got {_shown(value)}")
+    return tuple(value)
 
 
 def _mapping(fields: Mapping[str, object], name: str) -> Mapping[str, object]:

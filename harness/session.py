@@ -112,6 +112,7 @@ class Session:
             "sampling": {"until": self._context.sampling.until, **asdict(effort)},
             "snapshot_of": self._context.snapshot_of,
             "workloads": {model.name: model.source for model in self._context.own},
+            "cases": list(self._context.selection.cases),
             **origins,
         }
         if self._context.resume:

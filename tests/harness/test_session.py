@@ -552,6 +552,7 @@ def test_what_was_named_is_measured_and_nothing_else(context: Context) -> None:
     assert pretender.rounds("mlp-b4") == []
     assert pretender.rounds("lenet-b4") == [[EAGER, "compile_fp32"]] * rounds
     assert {entry.reason for entry in history.skips(COMMIT) if entry.status == "left out"} == {"not asked for"}
+    assert history.runs(COMMIT)[0].cases == ("lenet-b4",)
 
 
 def test_a_state_of_the_working_tree_is_marked(context: Context) -> None:

@@ -137,6 +137,15 @@ def test_a_profile_of_impossible_seconds_is_refused(field: str, value: object) -
         records.parse_record(profile | {field: value})
 
 
+@pytest.mark.parametrize("cases", ["mlp-b64", [1], {"mlp-b64": 1}])
+def test_cases_that_a_run_was_asked_for_are_names(cases: object) -> None:
+    with pytest.raises(records.RecordError, match=r"^cases\b"):
+        records.parse_record(run() | {"schema": 2, "cases": cases})
+    earlier = records.parse_record(run() | {"schema": 2})
+    assert isinstance(earlier, records.Run)
+    assert earlier.cases is None
+
+
 def test_profiles_of_earlier_versions_have_no_first_replay() -> None:
     profile = sample.profile_record("r", CASE, "kitsune_dropin_fp32", sample.random.Random(0)) | {"schema": 2}
     names = ("first_replay_s", "first_replay_again_s")
