@@ -277,7 +277,13 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     base_commit, head_commit = choose_commits(history, base, head, store.root)
     history = history.without_snapshots(but=filter(None, (base_commit, head_commit)))
     comparison = compare(
-        history, base_commit, head_commit, folder=store.root, margin=margins["ratio"], pages=_commit_pages(store.root)
+        history,
+        base_commit,
+        head_commit,
+        folder=store.root,
+        margin=margins["ratio"],
+        judges_ratios=not options.metric or "ratio" in options.metric,
+        pages=_commit_pages(store.root),
     )
     runs = history.runs(head_commit)
     sources = {name: source for run in runs for name, source in run.workloads.items()}
@@ -296,9 +302,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
 def _with_metrics(
     comparison: Comparison, history: History, chosen: Sequence[metrics.Name], margins: Mapping[metrics.Name, float]
 ) -> Comparison:
-    """The comparison judged by these metrics: times as multiples of a control only if they are among them."""
-    if "ratio" not in chosen:
-        comparison = replace(comparison, changes=())
+    """The comparison judged by these metrics too."""
     others = [metric for metric in metrics.names() if metric in chosen and metric != "ratio"]
     base = None if comparison.base is None else comparison.base.sha
     older, newer = choose_measurements(history, base, comparison.head.sha)

@@ -15,7 +15,7 @@ from harness.fusions import step_fusions
 from harness.history_series import history_series
 from harness.level_changes import environment_changes
 from harness.names import is_diagnostic, is_kitsune, is_product, order, precision_of, reference_of
-from harness.revisions import describe
+from harness.revisions import describe, is_ancestor
 from harness.rows import (
     Change,
     Commit,
@@ -80,6 +80,7 @@ def compare(
     *,
     folder: Path,
     margin: float = DEFAULT_MARGIN,
+    judges_ratios: bool = True,
     pages: CommitPages = NO_PAGES,
 ) -> Comparison:
     """Compare variants at head with one another, and head with base.
@@ -89,6 +90,7 @@ def compare(
         head: the newer revision; None for the newest measured commit.
         folder: where to ask git about revisions and commit subjects: the results folder.
         margin: the relative difference in time that does not matter; wider for benchmarks whose noise is.
+        judges_ratios: whether changes of times as multiples of a control are judged, and noted on.
         pages: where commits are shown on the web.
 
     Raises:
@@ -101,7 +103,7 @@ def compare(
     commits = _commits(history, folder, pages)
     rows = _judged([row for case in newer.rounds for row in _case_rows(newer, case, margin)])
     series = history_series(history, commits)
-    changes = () if older is None else _changes(older, newer, series, margin)
+    changes = _changes(older, newer, series, margin) if older is not None and judges_ratios else ()
     stages = breakdowns(newer)
     timelines = tuple(timeline(row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune)
     return Comparison(
@@ -127,7 +129,7 @@ def compare(
         stream_gains=stream_gains(newer, stages, margin),
         fusions=step_fusions(((row.case, row.variant, row.kitsune) for row in rows if row.is_kitsune), stages),
         notes=(
-            *_notes(older, newer, changes),
+            *_notes(older, newer, changes if judges_ratios else None, folder),
             *_error_rates(history, older, newer, changes, rows, margin),
             *filter(None, (pages.problem,)),
         ),
@@ -401,7 +403,10 @@ def _error_rates(
     return ([] if told is None else [told]) + problems
 
 
-def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Change]) -> tuple[str, ...]:
+def _notes(
+    older: Measurement | None, newer: Measurement, changes: Sequence[Change] | None, folder: Path
+) -> tuple[str, ...]:
+    """What a reader must know of the measurements; None for changes that are not judged."""
     notes = []
     if newer.left_out:
         differing = sorted({name for run in newer.left_out for name in changed_facts(run.facts, newer.facts)})
@@ -417,25 +422,39 @@ def _notes(older: Measurement | None, newer: Measurement, changes: Sequence[Chan
     if older is None:
         notes.append("no earlier commit is measured on this machine, so no change can be judged")
         return tuple(notes)
+    if _is_backwards(older, newer, folder):
+        notes.append(
+            f"BASE ({older.commit[:8]}) is newer than HEAD ({newer.commit[:8]}), from which it comes in git's history:"
+            " changes are told backwards"
+        )
     differing = list(changed_facts(older.facts, newer.facts))
     if differing:
         told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
         notes.append(f"the environment changed between the commits ({told}); changes may be its doing")
     notes += notes_on_unknown(older, newer)
     notes += _machine_notes(older, newer, changes)
-    if not changes:
+    if changes is not None and not changes:
         notes.append("no Kitsune variant was measured beside the same peer at both commits, so no change can be judged")
     return tuple(notes)
 
 
-def _machine_notes(older: Measurement, newer: Measurement, changes: Sequence[Change]) -> list[str]:
+def _is_backwards(older: Measurement, newer: Measurement, folder: Path) -> bool:
+    """Whether git, asked where the results and where the user are, finds head in the history of base."""
+    base, head = older.commit, newer.commit
+    return base != head and any(is_ancestor(head, base, place) for place in (folder, Path.cwd()))
+
+
+def _machine_notes(older: Measurement, newer: Measurement, changes: Sequence[Change] | None) -> list[str]:
     """That the machines may differ, and what cannot be told for that reason."""
-    if not changes or on_one_machine(older, newer):
+    if on_one_machine(older, newer) or (changes is not None and not changes):
         return []
     identities = [{name: side.facts.get(name) for name in MACHINE_FACTS} for side in (older, newer)]
     is_known = all(identity["boot_id"] is not None for identity in identities)
     told = "were measured" if is_known else "may have been measured"
-    notes = [f"the commits {told} on different machines of one kind; a change stands against every control of its row"]
+    where = f"the commits {told} on different machines of one kind"
+    if changes is None:
+        return [where]
+    notes = [f"{where}; a change stands against every control of its row"]
     torn = [change for change in changes if change.is_torn]
     if torn:
         apart = f"{max(change.apart for change in torn) - 1:.0%}"

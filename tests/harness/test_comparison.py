@@ -17,6 +17,7 @@ from harness.selftest.outcome import JudgedRow
 from harness.stats import Verdict
 from harness.store import Store
 from tests.harness import sample
+from tests.harness.repository import git
 from tests.harness.sample import COMMITS, GPU_MACHINE
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -187,6 +188,11 @@ def test_changes_name_the_machines_that_they_may_come_from(tmp_path: Path) -> No
     assert any("were measured on different machines of one kind" in note for note in comparison.notes)
     assert any("1 row(s) are inconclusive where controls differ by up to 5" in note for note in comparison.notes)
 
+    unjudged = compare(Store(tmp_path).load("machine"), folder=tmp_path, judges_ratios=False)
+
+    assert unjudged.changes == ()
+    assert unjudged.notes == ("the commits were measured on different machines of one kind",)
+
 
 def test_without_a_word_on_machines_they_may_be_two(tmp_path: Path) -> None:
     for commit, day in ((OLD, 1), (NEW, 2)):
@@ -241,6 +247,19 @@ def test_a_kitsune_variant_that_can_no_longer_be_measured_is_a_regression(tmp_pa
     assert [(group.status, group.variants) for group in comparison.skips] == [
         ("failed", ("kitsune_dropin_fp32", "compile_fp32"))
     ]
+
+
+def test_a_base_that_comes_after_head_is_told(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet")
+    commits = []
+    for name in ("older", "newer"):
+        git(tmp_path, "commit", "--quiet", "--allow-empty", "--message", name)
+        commits.append(git(tmp_path, "rev-parse", "HEAD"))
+        write(tmp_path, commits[-1], TIMES)
+    older, newer = commits
+    (note,) = compared(tmp_path, newer, older).notes
+    assert note.startswith(f"BASE ({newer[:8]}) is newer than HEAD ({older[:8]})")
+    assert compared(tmp_path, older, newer).notes == compared(tmp_path).notes == ()
 
 
 def test_what_only_tells_what_something_contributes_is_judged_nowhere(tmp_path: Path) -> None:
