@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import get_args
 
@@ -67,6 +69,10 @@ _SIDE_FAILURES: Mapping[str, Callable[[SideBySide], bool]] = {
 }
 
 
+class OutputError(Exception):
+    """What there is to say cannot be printed. The message says why."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the value is its exit code."""
     parser = _parser()
@@ -76,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.variants or options.machines:
             return _sides(options)
         return _commits(options)
-    except (ComparisonError, ResultsError, ReportError, ProjectError, WorktreeError) as error:
+    except (ComparisonError, OutputError, ResultsError, ReportError, ProjectError, WorktreeError) as error:
         print(f"{__package__}.compare: {error}", file=sys.stderr)
         return 2
 
@@ -392,10 +398,10 @@ def _this_machine() -> str:
 
 
 def _write(path: Path | None, document: Callable[[], str]) -> None:
-    """Write a file if it was asked for, whole or not at all."""
+    """Write a file if it was asked for, whole or not at all; half a character, as in a damaged name, as "?"."""
     if path is None:
         return
-    content = document().encode()
+    content = document().encode(errors="replace")
     try:
         write_whole(path, content)
     except OSError as error:
@@ -413,12 +419,24 @@ def _print(text: str) -> None:
     """Prints a text with what standard output cannot show replaced: "µ" in a terminal that knows only ASCII.
 
     Where nobody reads on, as after ``| head``, the rest is dropped, and everything else is done.
+
+    Raises:
+        OutputError: standard output cannot be written otherwise, as where a disk is full.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
+        _drop_what_is_printed()
+    except OSError as error:
+        _drop_what_is_printed()
+        raise OutputError(f"standard output cannot be written ({error.strerror})") from error
+
+
+def _drop_what_is_printed() -> None:
+    """From now on, what is left in the buffer included: at the end of the process it would fail again."""
+    with suppress(UnsupportedOperation):  # of one that is no file, nothing is written at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -11,8 +11,10 @@ _DIGITS = 5
 
 
 def packed(text: str) -> str:
-    """A text, compressed with gzip, in base64; the same text always gives the same."""
-    return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    """A text, compressed with gzip, in base64; the same text always gives the same. Half a character, as damage leaves
+    it in a name, becomes a question mark.
+    """
+    return b64encode(gzip.compress(text.encode(errors="replace"), mtime=0)).decode()
 
 
 def compact(value: object) -> str:

@@ -1,8 +1,11 @@
+import errno
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -417,6 +420,95 @@ def test_where_nobody_reads_on_everything_else_is_done(results: Path, tmp_path: 
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
     assert json.loads(path.read_text())["regressions"] == 1
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_behind_standard_output_is_one_line_and_code_2(
+    results: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    assert compare.main(["--results", str(results), "--machine", GPU_MACHINE]) == 2
+    told = "standard output cannot be written (No space left on device)"
+    assert capsys.readouterr().err == f"harness.compare: {told}\n"
+
+
+def test_nothing_more_is_said_at_the_end_of_a_process_that_could_not_print(results: Path, tmp_path: Path) -> None:
+    unwritable = tmp_path / "read-only.txt"
+    unwritable.touch()
+    with unwritable.open("rb") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "harness.compare", "--results", str(results), "--machine", GPU_MACHINE],
+            stdout=file,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+            check=False,
+        )
+    told = "standard output cannot be written (Bad file descriptor)"
+    assert (done.returncode, done.stderr) == (2, f"harness.compare: {told}\n")
+
+
+def test_a_link_and_a_pipe_are_written_through(results: Path, tmp_path: Path) -> None:
+    link, pipe, read = tmp_path / "link.json", tmp_path / "pipe", list[str]()
+    link.symlink_to("document.json")
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    arguments = ["--results", str(results), "--machine", GPU_MACHINE, "--json", str(link), "--markdown", str(pipe)]
+    assert compare.main(arguments) == 0
+    reader.join(timeout=60)
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "document.json").read_text())["kind"] == "commits"
+    assert pipe.is_fifo()
+    assert read[0].startswith("## ")
+
+
+def test_half_a_character_in_results_is_replaced(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    lines = newest.read_text().replace("RuntimeError: CUDA graph", "bad \\ud800 name")
+    newest.write_text(lines)
+    names = {option: tmp_path / f"out.{option}" for option in ("html", "json", "markdown")}
+    words = [word for option, path in names.items() for word in (f"--{option}", str(path))]
+    assert compare.main(["--results", str(tmp_path), "--machine", GPU_MACHINE, *words]) == 0
+    for path in names.values():
+        assert "bad ? name" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", [b"", b"no json\nnone either\n"])
+def test_a_damaged_commit_that_is_asked_for_is_told_with_its_file(
+    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    spoilt = tmp_path / GPU_MACHINE / f"{COMMITS[1]}.samples.jsonl"
+    spoilt.write_bytes(content)
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE]
+    assert compare.main([*arguments, COMMITS[1][:8]]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    problem = "line 1: not valid JSON" if content else "is empty: what was measured is lost"
+    assert f"damaged: {spoilt}{', ' if content else ': '}{problem}" in error
+    assert compare.main([*arguments, "dddd"]) == 2
+    assert "damaged" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_judged", [True, False])
+def test_notes_are_on_the_changes_that_are_judged(
+    tmp_path: Path, is_judged: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    newest = tmp_path / GPU_MACHINE / f"{COMMITS[2]}.samples.jsonl"
+    newest.write_text(newest.read_text().replace("5f1d3b60", "another"))  # started again since
+    metric = ["--metric", "memory", "--metric", "setup", *(["--metric", "ratio"] if is_judged else [])]
+    assert compare.main(["--results", str(tmp_path), "--machine", GPU_MACHINE, *metric]) == 0
+    out = capsys.readouterr().out
+    assert "note: the commits were measured on different machines of one kind" in out
+    assert ("a change stands against every control of its row" in out) == is_judged
+    assert "no change can be judged" not in out
 
 
 def test_a_gate_that_cannot_close_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
