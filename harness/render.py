@@ -26,6 +26,7 @@ from harness.tables import (
     damage_table,
     environment_table,
     level_table,
+    level_title,
     skip_table,
     variant_table,
 )
@@ -191,7 +192,7 @@ def _summary_lines(comparison: Comparison) -> list[str]:
 
 def _change_tables(shown: Comparison) -> list[tuple[str, Table]]:
     """The tables of changes that have rows, each with its title."""
-    tables = [*_tables_since_base(shown), ("Changes of level", level_table(shown))]
+    tables = [*_tables_since_base(shown), (level_title(shown), level_table(shown))]
     tables.append(("Changes of the environment", environment_table(shown)))
     return [(title, table) for title, table in tables if table.rows]
 

@@ -31,6 +31,9 @@ SHOWN_POINTS = 200
 LISTED_POINTS = 100
 """Of how many of these its tables hold the numbers, which take more room than points."""
 
+LISTED_CHANGES = 100
+"""How many lasting changes of level are listed in one place: a long history has thousands. JSON has them all."""
+
 
 class Parity(Enum):
     """Whether a variant's loss agrees with the baseline's after the same steps on the same data."""

@@ -9,7 +9,7 @@ from enum import Enum
 from harness import formats
 from harness.metrics import samples_of, word
 from harness.names import is_diagnostic, is_kitsune, label
-from harness.rows import SHOWN_POINTS, Commit, Comparison, Contrast, EnvironmentChange, Parity, Row
+from harness.rows import LISTED_CHANGES, SHOWN_POINTS, Commit, Comparison, Contrast, EnvironmentChange, Parity, Row
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage
@@ -346,7 +346,7 @@ def sample_table(comparison: Comparison) -> Table:
 
 
 def level_table(comparison: Comparison) -> Table:
-    """Where the level of Kitsune's forms changed over the history, the latest changes first."""
+    """Where the level of Kitsune's forms changed over the history: the latest changes, the last one first."""
     columns = (
         *_CASE_COLUMNS,
         *_VARIANT_COLUMNS,
@@ -365,7 +365,7 @@ def level_table(comparison: Comparison) -> Table:
     found = sorted(
         ((series, change) for series in comparison.history for change in series.changes),
         key=lambda entry: -position[entry[1].first.sha],
-    )
+    )[:LISTED_CHANGES]
     rows = [
         (
             *_case_cells(series.case),
@@ -381,6 +381,13 @@ def level_table(comparison: Comparison) -> Table:
         for series, change in found
     ]
     return Table(columns, tuple(rows), tuple(Subject(series.case, series.variant) for series, _ in found))
+
+
+def level_title(comparison: Comparison) -> str:
+    """The title of that table, which says how many changes it leaves out, and where they are found."""
+    number = sum(len(series.changes) for series in comparison.history)
+    title = "Changes of level"
+    return title if number <= LISTED_CHANGES else f"{title}: the last {LISTED_CHANGES} of {number:,}; JSON has all"
 
 
 def environment_table(comparison: Comparison) -> Table:

@@ -18,7 +18,7 @@ from harness.report.fusion_cards import fusion_cards
 from harness.report.header import summary, top
 from harness.report.history_tables import history_tables
 from harness.report.regression_list import regression_list
-from harness.rows import LISTED_POINTS, SHOWN_POINTS, Comparison
+from harness.rows import LISTED_CHANGES, LISTED_POINTS, SHOWN_POINTS, Comparison
 
 
 def html_page(comparison: Comparison, beside: Path | None = None) -> str:
@@ -166,8 +166,9 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Kitsune's speed-up over the step captured by hand, which hosts hardly change (over eager where that is"
             f" missing), at the last {SHOWN_POINTS} measured commits, oldest first, with its 95% interval. Solid lines"
             " are fp32, dashed ones amp. Where a dotted line stands, a level changed for three commits or more; a grey"
-            " one of long dashes is a change of the environment. All of them are listed below, and the numbers of the"
-            f" last {LISTED_POINTS} commits; those of all that is drawn are among the raw data.",
+            " one of long dashes is a change of the environment. Below are these, of the levels the last"
+            f" {LISTED_CHANGES}, and the numbers of the last {LISTED_POINTS} commits; those of all that is drawn are"
+            " among the raw data.",
             _history(comparison, charts["history"]),
         ),
         Section(
@@ -241,8 +242,11 @@ def _history(comparison: Comparison, drawn: Sequence[Figure]) -> str:
     """The lines, the changes of level, those of the environment; empty where there is but one commit."""
     if len(comparison.commits) < 2:
         return ""
-    found = (tables.level_table(comparison), tables.environment_table(comparison))
-    listed = "".join(markup.table(table) for table in found if table.rows)
+    levels, environments = (
+        markup.table(tables.level_table(comparison)),
+        markup.table(tables.environment_table(comparison)),
+    )
+    listed = (f"<h3>{escape(tables.level_title(comparison))}</h3>{levels}" if levels else "") + environments
     commits = markup.table(tables.commit_table(comparison))
     return (
         f"{_explained(drawn, history_tables(comparison))}{listed}"

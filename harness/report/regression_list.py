@@ -10,6 +10,7 @@ from harness.metrics import samples_of
 from harness.names import label
 from harness.regressions import Regression
 from harness.report import markup, style
+from harness.rows import LISTED_CHANGES
 from harness.stats import Estimate, Verdict
 from harness.tables import Subject
 
@@ -18,14 +19,24 @@ _HEIGHT = 26
 
 
 def regression_list(found: Sequence[Regression], judged: Sequence[Verdict]) -> str:
-    """The cards, or a sentence that there is nothing to list.
+    """The cards, or a sentence that there is nothing to list. Of lasting changes the first ones have a card.
 
     Args:
+        found: as :func:`harness.regressions.regressions` orders them.
         judged: the verdicts of the comparison of two commits; empty where there was none.
     """
     if not found:
         return f'<p class="notice">{_none_found(judged)}</p>'
-    return f'<ol class="regressions">{"".join(map(_card, found))}</ol>'
+    lasting = [entry for entry in found if entry.is_level]
+    shown = [*(entry for entry in found if not entry.is_level), *lasting[:LISTED_CHANGES]]
+    return f'<ol class="regressions">{"".join(map(_card, shown))}</ol>{_unlisted(len(found) - len(shown))}'
+
+
+def _unlisted(number: int) -> str:
+    if not number:
+        return ""
+    told = f"Beside these, {formats.counted(number, 'smaller change')} for the worse lasted"
+    return f'<p class="notice">{told}: they are among the "level_changes" of comparison.json.gz, under "Raw data".</p>'
 
 
 def _none_found(judged: Sequence[Verdict]) -> str:

@@ -1,4 +1,5 @@
-"""How long a long history takes to load and to judge: 1,000 commits, 200 series, on two machines.
+"""How long a long history takes to load and to judge, and how large its report is: 1,000 commits, 200 series, on two
+machines.
 
 `python -m pytest -m benchmark -s tests/benchmarks/test_history.py` prints the seconds of each stage.
 """
@@ -23,6 +24,8 @@ COMMITS, CASES = 1000, 50
 MACHINES = ("one", "other")
 MOST_SECONDS = 3.0
 """For the whole command on two cores, once there is an index."""
+MOST_BYTES = 6_000_000
+"""For the report."""
 VARIANTS = {
     "eager_fp32": 1e-3, "eager_amp": 9e-4, "kitsune_dropin_fp32": 7e-4, "kitsune_dropin_amp": 6e-4,
     "kitsune_trainstep_fp32": 5e-4, "kitsune_trainstep_amp": 4e-4,
@@ -77,12 +80,16 @@ def test_a_long_history_is_loaded_and_judged(tmp_path: Path) -> None:
     for machine in MACHINES:
         timed(f"{machine}: loaded, judged, two commits compared", lambda machine=machine: judge(machine))
     command = [sys.executable, "-m", "harness.compare", "--results", str(tmp_path), "--machine", MACHINES[0]]
+    page = tmp_path / "report.html"
 
-    def run() -> None:
-        subprocess.run(command, check=True, capture_output=True)
+    def run(*options: str) -> None:
+        subprocess.run([*command, *options], check=True, capture_output=True)
 
     limits = {"of the same history": timed("the whole command", run)}
     write_commit(tmp_path / MACHINES[0], COMMITS)
     limits["with one more commit"] = timed("the whole command with one more commit", run)
+    timed("the whole command with the report", lambda: run("--html", str(page)))
+    print(f"the report has {page.stat().st_size / 1e6:.2f} MB")
     assert series == 4 * CASES
+    assert page.stat().st_size < MOST_BYTES
     assert all(seconds < MOST_SECONDS for seconds in limits.values()), limits

@@ -3,6 +3,7 @@ from pathlib import Path
 
 from harness import formats, tables
 from harness.comparison import compare
+from harness.rows import LISTED_CHANGES, LevelChange
 from harness.store import Store
 from harness.tables import Tone
 from tests.harness import sample
@@ -66,3 +67,21 @@ def test_commits_are_listed_with_what_changed_around_them(tmp_path: Path) -> Non
     rows = tables.commit_table(comparison).rows
     assert [row[0].text for row in rows] == [commit.short for commit in reversed(comparison.commits)]
     assert [row[4].text for row in rows] == ["driver: 580.159.03 → 590.44.01", "", "", ""]
+
+
+def test_of_many_changes_of_level_the_last_ones_are_listed_and_the_title_says_of_how_many(tmp_path: Path) -> None:
+    sample.write_gpu_history(tmp_path, rounds=1)
+    comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
+    series = comparison.history[0]
+    early, late = (
+        LevelChange(before, first, first, missing=0, ratio=1.1, p_value=0.003, is_worse=True)
+        for before, first in zip(comparison.commits, comparison.commits[1:], strict=False)
+    )
+    few = replace(comparison, history=(replace(series, changes=(early, *[late] * (LISTED_CHANGES - 1))),))
+    assert len(tables.level_table(few).rows) == LISTED_CHANGES
+    assert tables.level_title(few) == "Changes of level"
+    many = replace(comparison, history=(replace(series, changes=(early, *[late] * 1200)),))
+    table = tables.level_table(many)
+    place = [column.heading for column in table.columns].index("first at")
+    assert [row[place].text for row in table.rows] == [late.first.short] * LISTED_CHANGES
+    assert tables.level_title(many) == "Changes of level: the last 100 of 1,201; JSON has all"

@@ -5,7 +5,7 @@ import pytest
 
 from harness.regressions import Regression
 from harness.report.regression_list import regression_list
-from harness.rows import Commit
+from harness.rows import LISTED_CHANGES, Commit
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 
@@ -65,6 +65,19 @@ def test_a_level_says_after_which_commit() -> None:
     level = replace(SLOWER, ratio=Estimate(1.12, 0.0, float("inf"), 1, 0), p_value=0.004)
     assert "bbbbbbbb, after aaaaaaaa" in regression_list([level], [])
     assert 'id="level-time-bbbbbbbb-mlp-b8-cuda-kitsune_trainstep_amp"' in regression_list([level], [])
+
+
+def test_of_many_lasting_changes_the_first_ones_are_listed_and_the_others_counted() -> None:
+    level = replace(SLOWER, ratio=Estimate(1.12, 0.0, float("inf"), 1, 0), p_value=0.004)
+    least = replace(level, after=replace(SLOWER.after, sha="c" * 40))
+    whole = regression_list([SLOWER, *[level] * (LISTED_CHANGES - 1), least], [])
+    assert whole.count('<li id="level-') == LISTED_CHANGES
+    assert whole.endswith("</ol>")
+    told = regression_list([SLOWER, *[level] * LISTED_CHANGES, least, least], [])
+    assert told.count('<li id="regression-') == 1
+    assert told.count('<li id="level-') == LISTED_CHANGES
+    assert "cccccccc" not in told
+    assert "Beside these, 2 smaller changes for the worse lasted: they are among the" in told
 
 
 @pytest.mark.parametrize(
