@@ -16,7 +16,7 @@ from io import UnsupportedOperation
 from pathlib import Path
 from typing import get_args
 
-from harness import bisection, metrics, project, render, render_sides
+from harness import bisection, memory_growth, metrics, project, render, render_sides
 from harness.commit_pages import NO_PAGES, CommitPages, commit_pages
 from harness.comparison import BASELINE, compare
 from harness.environment import machine_name
@@ -26,7 +26,7 @@ from harness.project import ProjectError
 from harness.report import ReportError, html_page, sides_page
 from harness.revisions import fork_point, parse_range
 from harness.rows import Comparison, Parity, Reproduction, SideBySide
-from harness.selection import ComparisonError, choose_commits, choose_machine, choose_measurements
+from harness.selection import ComparisonError, Measurement, choose_commits, choose_machine, choose_measurements
 from harness.sides import two_machines, two_variants
 from harness.stats import Verdict
 from harness.store import History, ResultsError, Store
@@ -296,6 +296,8 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     comparison = replace(comparison, reproduction=Reproduction(runs[-1].profile, sources))
     if options.metric:
         comparison = _with_metrics(comparison, history, options.metric, margins)
+    if "memory" not in (options.metric or ()):
+        comparison = _with_memory_growth(comparison, history, margins["memory"])
     passed_over = history.commits[history.commits.index(head_commit) + 1 :] if head is None else ()
     spoilt = [f"{commit[:8]} is passed over: damage has left no timings of it" for commit in passed_over]
     comparison = replace(comparison, notes=(*spoilt, *comparison.notes))
@@ -310,13 +312,32 @@ def _with_metrics(
 ) -> Comparison:
     """The comparison judged by these metrics too."""
     others = [metric for metric in metrics.names() if metric in chosen and metric != "ratio"]
-    base = None if comparison.base is None else comparison.base.sha
-    older, newer = choose_measurements(history, base, comparison.head.sha)
+    older, newer = _measurements(comparison, history)
     if older is None:
         return comparison
-    judged = is_product if project.has_own_checkout() else _is_way_of_training
-    contrasts = metrics.across(older, newer, others, margins, judged)
+    contrasts = metrics.across(older, newer, others, margins, _judged_variants())
     return replace(comparison, contrasts=contrasts, margins={metric: margins[metric] for metric in others})
+
+
+def _with_memory_growth(comparison: Comparison, history: History, margin: float) -> Comparison:
+    """The comparison with a note of what takes more memory, which nobody asked for."""
+    older, newer = _measurements(comparison, history)
+    if older is None:
+        return comparison
+    grown = memory_growth.memory_growth(older, newer, margin, _judged_variants())
+    comparison = replace(comparison, memory_growth=grown)
+    told = memory_growth.sentence(comparison)
+    return comparison if told is None else replace(comparison, notes=(told, *comparison.notes))
+
+
+def _measurements(comparison: Comparison, history: History) -> tuple[Measurement | None, Measurement]:
+    base = None if comparison.base is None else comparison.base.sha
+    return choose_measurements(history, base, comparison.head.sha)
+
+
+def _judged_variants() -> Callable[[str], bool]:
+    """Of which variants other metrics than the ratio to a control are judged."""
+    return is_product if project.has_own_checkout() else _is_way_of_training
 
 
 def _is_way_of_training(variant: str) -> bool:

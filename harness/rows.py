@@ -313,7 +313,8 @@ _RUN = ("python", "-m", f"{__package__}.run")
 class Comparison:
     """Everything there is to say about two commits (or one, where ``base`` is None) on one machine.
 
-    ``margins`` are those of the metrics among the ``contrasts``.
+    ``margins`` are those of the metrics among the ``contrasts``. ``memory_growth`` are the forms that take more memory
+    at ``head``, where that is not among these metrics: they are no regressions.
     """
 
     machine: str
@@ -342,6 +343,7 @@ class Comparison:
     reproduction: Reproduction = Reproduction()
     phases: tuple[StepPhases | NoPhases, ...] = ()
     step_memory: tuple[StepMemory, ...] = ()
+    memory_growth: tuple[Contrast, ...] = ()
 
     @property
     def regressions(self) -> int:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from harness import batch_tables, curve_tables, memory_tables, step_tables, tables
+from harness import batch_tables, curve_tables, memory_growth, memory_tables, step_tables, tables
 from harness.comparison import LOSS_TOLERANCE
 from harness.regressions import regressions
 from harness.report import batch_figures, figures, markup, memory_figures, sample_figures, step_figures
@@ -219,7 +219,8 @@ def _regressions(comparison: Comparison) -> str:
     """Empty where there is nothing to hold anything against."""
     if len(comparison.commits) < 2 and comparison.base is None:
         return ""
-    return regression_list(regressions(comparison), comparison.judgements)
+    growth = memory_growth.sentence(comparison)
+    return regression_list(regressions(comparison), comparison.judgements, growth)
 
 
 def _changes(comparison: Comparison, commands: markup.Commands) -> str:

@@ -18,25 +18,32 @@ _WIDTH = 240
 _HEIGHT = 26
 
 
-def regression_list(found: Sequence[Regression], judged: Sequence[Verdict]) -> str:
+def regression_list(found: Sequence[Regression], judged: Sequence[Verdict], growth: str | None = None) -> str:
     """The cards, or a sentence that there is nothing to list. Of lasting changes the first ones have a card.
 
     Args:
         found: as :func:`harness.regressions.regressions` orders them.
         judged: the verdicts of the comparison of two commits; empty where there was none.
+        growth: what takes more memory, if that was not judged.
     """
+    besides = [] if growth is None else [f"Beside what was judged, {escape(growth)}."]
     if not found:
-        return f'<p class="notice">{_none_found(judged)}</p>'
+        return _notice([_none_found(judged), *besides])
     lasting = [entry for entry in found if entry.is_level]
     shown = [*(entry for entry in found if not entry.is_level), *lasting[:LISTED_CHANGES]]
-    return f'<ol class="regressions">{"".join(map(_card, shown))}</ol>{_unlisted(len(found) - len(shown))}'
+    notices = _notice(_unlisted(len(found) - len(shown))) + _notice(besides)
+    return f'<ol class="regressions">{"".join(map(_card, shown))}</ol>{notices}'
 
 
-def _unlisted(number: int) -> str:
+def _notice(sentences: Sequence[str]) -> str:
+    return f'<p class="notice">{" ".join(sentences)}</p>' if sentences else ""
+
+
+def _unlisted(number: int) -> list[str]:
     if not number:
-        return ""
+        return []
     told = f"Beside these, {formats.counted(number, 'smaller change')} for the worse lasted"
-    return f'<p class="notice">{told}: they are among the "level_changes" of comparison.json.gz, under "Raw data".</p>'
+    return [f'{told}: they are among the "level_changes" of comparison.json.gz, under "Raw data".']
 
 
 def _none_found(judged: Sequence[Verdict]) -> str:

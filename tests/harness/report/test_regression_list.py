@@ -80,6 +80,15 @@ def test_of_many_lasting_changes_the_first_ones_are_listed_and_the_others_counte
     assert "Beside these, 2 smaller changes for the worse lasted: they are among the" in told
 
 
+def test_memory_that_was_not_judged_stands_beside_what_was_found_and_beside_nothing() -> None:
+    growth = "memory: 1 row takes more than at aaaaaaaa (a&b +13.8%); --metric memory judges it"
+    told = (
+        "Beside what was judged, memory: 1 row takes more than at aaaaaaaa (a&amp;b +13.8%); --metric memory judges it."
+    )
+    assert regression_list([SLOWER], [Verdict.SLOWER], growth).endswith(f'</ol><p class="notice">{told}</p>')
+    assert regression_list([], [Verdict.SAME], growth).endswith(f"and in the history. {told}</p>")
+
+
 @pytest.mark.parametrize(
     ("judged", "words"),
     [
