@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness import memory_timeline, phases, plan_fields, profiles, records, replay_plans
+from harness import asv_files, memory_timeline, phases, plan_fields, profiles, records, replay_plans
 from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.parallel import mapped
 from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
@@ -48,8 +48,6 @@ __all__ = [
 ]
 
 _SUFFIX = ".samples.jsonl"
-_ASV_S_BENCHMARKS = "benchmarks.json"
-_ASV_S_MACHINE = "machine.json"
 _OPEN_FILES = 8
 """How many commits' samples a history keeps in memory."""
 MANY_BYTES = 5 << 20
@@ -268,7 +266,7 @@ class Store:
                 damage += outline.damage
                 if outline.runs:
                     runs[commit] = outline.runs
-        damage += self._damage_of_asv_s(machine)
+        damage += [Damage(path, None, told) for path, told in asv_files.unusable(self.root, machine, sorted(runs))]
         ordered = self._ordered(runs)
         runs = {commit: runs[commit] for commit in ordered}
         return History(machine, folder, ordered, tuple(damage), runs, stamps, self._reader(machine))
@@ -283,7 +281,7 @@ class Store:
             ResultsError: a file cannot be renamed.
         """
         found = []
-        for path, problem in self._not_json(machine):
+        for path, problem in asv_files.not_json(self.root, machine):
             aside = path.with_name(f"{path.name}.damaged")
             try:
                 path.replace(aside)
@@ -291,23 +289,6 @@ class Store:
                 raise ResultsError(path, f"is damaged ({problem}) and cannot be renamed ({error.strerror})") from error
             found.append(Damage(aside, None, problem))
         return tuple(found)
-
-    def _damage_of_asv_s(self, machine: str) -> list[Damage]:
-        """asv's files that are no JSON, and those that are missing without which it shows nothing of its results."""
-        found = [Damage(path, None, problem) for path, problem in self._not_json(machine)]
-        facts = self.root / machine / _ASV_S_MACHINE
-        if any(path != facts for path in facts.parent.glob("*.json")):
-            found += [
-                Damage(path, None, "is missing: asv cannot show its results without it. The next run makes it again")
-                for path in (self.root / _ASV_S_BENCHMARKS, facts)
-                if not path.exists()
-            ]
-        return found
-
-    def _not_json(self, machine: str) -> list[tuple[Path, str]]:
-        """asv's files that are no JSON objects, and why not."""
-        files = sorted([*self.root.glob("*.json"), *(self.root / machine).glob("*.json")])
-        return [(path, problem) for path in files if (problem := _problem_of_json(path)) is not None]
 
     def _reader(self, machine: str) -> Callable[[str], _Measured]:
         """What reads a commit's file, and remembers the last ones."""
@@ -469,17 +450,6 @@ def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:
         except RecordError as error:
             damage.append(Damage(path, number, str(error)))
     return _measured(path, numbered, damage), damage
-
-
-def _problem_of_json(path: Path) -> str | None:
-    """Why a file is no JSON object; None if it is one."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:
-        return f"not valid JSON ({error})"
-    return None if isinstance(content, dict) else "not a JSON object"
 
 
 def _parsed(line: bytes, commit: str) -> Record:

@@ -3,6 +3,7 @@
 Nothing made here ever lies under the project's own ``results/``.
 """
 
+import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -318,6 +319,18 @@ def _plans(case: Mapping[str, object], variants: Iterable[str], index: int) -> d
         for name in variants
         if "trainstep" in name
     }
+
+
+def write_asv_files(root: Path, machine: str, commits: Iterable[str]) -> None:
+    """What asv keeps beside samples, as little as it reads."""
+    (root / "benchmarks.json").write_text('{"version": 2}')
+    (root / machine / "machine.json").write_text(json.dumps({"version": 1, "machine": machine}))
+    for commit in commits:
+        fields = {
+            "version": 2, "commit_hash": commit, "date": 0, "env_name": "shared-py3.12", "params": {"machine": machine},
+            "python": "3.12", "requirements": {}, "results": {},
+        }  # fmt: skip
+        (root / machine / f"{commit[:8]}-shared-py3.12.json").write_text(json.dumps(fields))
 
 
 def write_cpu_history(root: Path, *, seed: int = 1, rounds: int = 3) -> None:

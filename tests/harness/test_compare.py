@@ -235,15 +235,20 @@ def test_an_empty_file_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (f"{GPU_MACHINE}/machine.json", None, "is missing"),
         ("benchmarks.json", "{", "not valid JSON"),
         (f"{GPU_MACHINE}/machine.json", "[]", "not a JSON object"),
-        (f"{GPU_MACHINE}/12345678-shared-py3.12.json", "", "not valid JSON"),
+        (f"{GPU_MACHINE}/machine.json", "{}", "its version is None, where asv's is 1"),
+        (f"{GPU_MACHINE}/{COMMITS[0][:8]}-shared-py3.12.json", "", "not valid JSON"),
+        (
+            f"{GPU_MACHINE}/{COMMITS[0][:8]}-shared-py3.12.json",
+            '{"version": 99}',
+            "its version is 99, where asv's is 2",
+        ),
     ],
 )
 def test_damage_of_asv_s_files_is_told(
     tmp_path: Path, name: str, content: str | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sample.write_gpu_history(tmp_path, rounds=2)
-    for whole in ("benchmarks.json", f"{GPU_MACHINE}/machine.json", f"{GPU_MACHINE}/12345678-shared-py3.12.json"):
-        (tmp_path / whole).write_text("{}")
+    sample.write_asv_files(tmp_path, GPU_MACHINE, COMMITS)
     arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on", "damage"]
     assert compare.main(arguments) == 0
     capsys.readouterr()

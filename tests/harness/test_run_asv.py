@@ -133,6 +133,19 @@ def test_what_was_damaged_of_asv_s_is_made_again(changed: Changed, again: str) -
     assert published.returncode == 0, published.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("again")
+def test_samples_without_a_file_of_asv_s_are_given_to_asv_by_resuming(changed: Changed) -> None:
+    (path,) = (changed.checkout.root / "results" / "test-machine").glob("*-shared-py*.json")
+    path.rename(path.with_suffix(".kept"))  # as where the run had ended before
+    done = changed.run("--resume")
+    assert done.returncode == 0, done.stdout
+    assert history_of(changed.checkout) == changed.measured, "nothing was measured"
+    kept, made = (json.loads(file.read_text())["results"] for file in (path.with_suffix(".kept"), path))
+    track = next(name for name in made if name.endswith("track_step_seconds"))
+    assert made[track][0] == kept[track][0]
+
+
 def test_the_working_tree_can_be_compared(changed: Changed) -> None:
     compared = changed.checkout.run("-m", "harness.compare", "--worktree", "--reproduce")
     assert compared.returncode == 0, compared.stdout
