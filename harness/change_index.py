@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
 
@@ -57,7 +56,7 @@ class ChangeIndex:
             return
         unused = [key for key in self._old if key not in self._used][-_MOST_UNUSED:]
         entries = {key: self._old[key] for key in unused} | self._used
-        changes = {key: [astuple(change) for change in found] for key, found in entries.items()}
+        changes = {key: [list(vars(change).values()) for change in found] for key, found in entries.items()}
         keep(self._path, json.dumps({"code": _code(), "changes": changes}).encode())
 
 
