@@ -156,11 +156,6 @@ def is_reduced() -> bool:
     return DistributedDataParallel._active_ddp_module is not None  # Dynamo's own way to know
 
 
-def reduction_facts() -> list[Fact]:
-    """What must stay for `is_reduced` to answer as it does."""
-    return [attribute(DistributedDataParallel, "_active_ddp_module")]
-
-
 def bucket_bytes() -> int | None:
     """In how many bytes of gradients at a time the `DistributedDataParallel` that is calling its module sends them."""
     wrapper = DistributedDataParallel._active_ddp_module

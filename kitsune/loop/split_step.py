@@ -15,7 +15,7 @@ from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
-from kitsune.capture.watch import bucket_bytes, reduction_facts, refuse_surroundings
+from kitsune.capture.watch import bucket_bytes, is_reduced, refuse_surroundings
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
@@ -32,7 +32,7 @@ from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
-from kitsune.native.facts import attribute
+from kitsune.native.facts import attribute, result
 from kitsune.status import ScheduleTime
 
 # A call that has to be captured again and again is not rewritten again and again.
@@ -243,7 +243,7 @@ class SplitStep(GuardedStep):
         facts = [
             attribute(self.chooser, "settled"),
             attribute(self.chooser, "refusal"),
-            *reduction_facts(),
+            result(is_reduced),
             *call_facts(self.module, flat[0].device),
             *graphs.forward.facts(len(flat)),
         ]

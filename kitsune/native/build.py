@@ -30,7 +30,6 @@ _TIMEOUT_SECONDS = 60
 _log = logging.getLogger("kitsune")
 
 
-@cache
 def facts_type() -> Callable[[Sequence[Fact]], Facts]:
     """What checks facts fastest here: the type in C if it can be built or has been, else `PythonFacts`.
 
@@ -40,13 +39,13 @@ def facts_type() -> Callable[[Sequence[Fact]], Facts]:
     return PythonFacts if module is None else module.Facts
 
 
-@cache
-def plain_copy_type() -> type[PlainCopy]:
-    """As `facts_type`, what copies the bytes of tensors."""
+def plain_copy_type() -> Callable[[Any, int, Callable[[], int | None], Callable[[], int]], PlainCopy]:
+    """As `facts_type`, what copies the bytes of tensors; see `PythonPlainCopy` for the arguments."""
     module = _module()
     return PythonPlainCopy if module is None else module.PlainCopy
 
 
+@cache
 def _module() -> Any:
     directory, compiler = cache_dir(), _compiler()
     if directory is None or compiler is None:

@@ -14,22 +14,7 @@ COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c
 
 
 class PlainCopy(Protocol):
-    """Copies tensors to some memory.
-
-    Args:
-        memory: a tensor, which is to live as long as this does.
-        copy: the address of a function as `COPY` describes it.
-        current_index: tells the index of the current device.
-        current_stream: tells which of its streams is current.
-    """
-
-    def __init__(
-        self,
-        memory: Any,
-        copy: int,
-        current_index: Callable[[], int | None],
-        current_stream: Callable[[], int],
-    ) -> None: ...
+    """Copies tensors to some memory."""
 
     def __call__(self, tensor: Any) -> bool:
         """Whether a copy of the bytes is under way; else nothing is done.
@@ -40,7 +25,14 @@ class PlainCopy(Protocol):
 
 
 class PythonPlainCopy:
-    """Copies without anything that has to be built."""
+    """Copies without anything that has to be built.
+
+    Args:
+        memory: a tensor, which is to live as long as this does.
+        copy: the address of a function as `COPY` describes it.
+        current_index: tells the index of the current device.
+        current_stream: tells which of its streams is current.
+    """
 
     def __init__(
         self,

@@ -32,11 +32,9 @@ def compiler() -> list[str]:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache directory, and a module that has not been asked for yet."""
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path / "cache"))
-    build.facts_type.cache_clear()
-    build.plain_copy_type.cache_clear()
+    build._module.cache_clear()
     yield tmp_path / "cache"
-    build.facts_type.cache_clear()
-    build.plain_copy_type.cache_clear()
+    build._module.cache_clear()
 
 
 def check(facts: Facts, holder: dict[str, object]) -> None:
@@ -143,7 +141,7 @@ def test_a_directory_that_cannot_be_made(fresh: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert build.facts_type() is PythonFacts
     monkeypatch.setattr(build, "cache_dir", lambda: None)
-    build.facts_type.cache_clear()
+    build._module.cache_clear()
     assert build.facts_type() is PythonFacts
 
 

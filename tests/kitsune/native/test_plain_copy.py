@@ -9,6 +9,7 @@ import ctypes
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kitsune.native.build import plain_copy_type
 from kitsune.native.plain_copy import COPY, PlainCopy, PythonPlainCopy
 
 STREAM = 7
+Kind = Callable[..., PlainCopy]
 
 
 class Device:
@@ -69,7 +71,7 @@ class Copies:
 
 
 @pytest.fixture(params=["python", "c"])
-def kind(request: pytest.FixtureRequest) -> type[PlainCopy]:
+def kind(request: pytest.FixtureRequest) -> Kind:
     if request.param == "python":
         return PythonPlainCopy
     if plain_copy_type() is PythonPlainCopy:
@@ -82,7 +84,7 @@ def copies() -> Copies:
     return Copies()
 
 
-def test_bytes_are_copied(kind: type[PlainCopy], copies: Copies) -> None:
+def test_bytes_are_copied(kind: Kind, copies: Copies) -> None:
     memory = Bytes(b"------")
     copy = kind(memory, copies.address, lambda: 1, lambda: STREAM)
     for text in (b"abcdef", b"ghijkl"):
@@ -102,7 +104,7 @@ def test_bytes_are_copied(kind: type[PlainCopy], copies: Copies) -> None:
         ("has_memory", False),
     ],
 )
-def test_what_is_otherwise_is_left_alone(kind: type[PlainCopy], copies: Copies, name: str, value: object) -> None:
+def test_what_is_otherwise_is_left_alone(kind: Kind, copies: Copies, name: str, value: object) -> None:
     memory, tensor = Bytes(b"------"), Bytes()
     copy = kind(memory, copies.address, lambda: 1, lambda: STREAM)
     setattr(tensor, name, value)
@@ -110,13 +112,13 @@ def test_what_is_otherwise_is_left_alone(kind: type[PlainCopy], copies: Copies, 
     assert copies.streams == []
 
 
-def test_another_current_device(kind: type[PlainCopy], copies: Copies) -> None:
+def test_another_current_device(kind: Kind, copies: Copies) -> None:
     assert kind(Bytes(), copies.address, lambda: 0, lambda: STREAM)(Bytes()) is False
     assert kind(Bytes(), copies.address, lambda: None, lambda: STREAM)(Bytes()) is False
     assert copies.streams == []
 
 
-def test_a_driver_that_refuses(kind: type[PlainCopy], copies: Copies) -> None:
+def test_a_driver_that_refuses(kind: Kind, copies: Copies) -> None:
     memory = Bytes(b"------")
     copies.status = 1
     assert kind(memory, copies.address, lambda: 1, lambda: STREAM)(Bytes()) is False
@@ -124,7 +126,7 @@ def test_a_driver_that_refuses(kind: type[PlainCopy], copies: Copies) -> None:
 
 
 @pytest.mark.parametrize("name", ["dtype", "shape", "device", "stride", "is_neg", "data_ptr"])
-def test_what_a_tensor_raises_is_raised(kind: type[PlainCopy], copies: Copies, name: str) -> None:
+def test_what_a_tensor_raises_is_raised(kind: Kind, copies: Copies, name: str) -> None:
     class Raising(Bytes):
         def __getattribute__(self, asked: str) -> Any:
             if asked == name and armed:
@@ -139,7 +141,7 @@ def test_what_a_tensor_raises_is_raised(kind: type[PlainCopy], copies: Copies, n
     assert copies.streams == []
 
 
-def test_what_readers_raise_is_raised(kind: type[PlainCopy], copies: Copies) -> None:
+def test_what_readers_raise_is_raised(kind: Kind, copies: Copies) -> None:
     def fail() -> int:
         raise OSError("gone")
 
@@ -149,7 +151,7 @@ def test_what_readers_raise_is_raised(kind: type[PlainCopy], copies: Copies) -> 
     assert copies.streams == []
 
 
-def test_wrong_calls(kind: type[PlainCopy], copies: Copies) -> None:
+def test_wrong_calls(kind: Kind, copies: Copies) -> None:
     copy: Any = kind(Bytes(), copies.address, lambda: 1, lambda: STREAM)
     for arguments in ((), (Bytes(), Bytes())):
         with pytest.raises(TypeError):
@@ -158,7 +160,7 @@ def test_wrong_calls(kind: type[PlainCopy], copies: Copies) -> None:
         kind(object(), copies.address, lambda: 1, lambda: STREAM)
 
 
-def test_nothing_is_held(kind: type[PlainCopy], copies: Copies) -> None:
+def test_nothing_is_held(kind: Kind, copies: Copies) -> None:
     tensor = Bytes()
     copy = kind(Bytes(), copies.address, lambda: 1, lambda: STREAM)
     parts = (tensor, tensor.dtype, tensor.shape, tensor.strides, tensor.device)
@@ -171,7 +173,7 @@ def test_nothing_is_held(kind: type[PlainCopy], copies: Copies) -> None:
     assert list(map(sys.getrefcount, parts)) == before
 
 
-def test_cycles_are_collected(kind: type[PlainCopy], copies: Copies) -> None:
+def test_cycles_are_collected(kind: Kind, copies: Copies) -> None:
     class Holder:
         copy: PlainCopy
 
