@@ -24,7 +24,8 @@ def off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
     """`tensor` with every number off by up to `eps` of it; as it is if it holds integers."""
     if not _is_rounded(tensor):
         return tensor
-    noise = torch.empty_like(tensor, dtype=torch.float32).uniform_(-eps, eps, generator=generator)
+    dtype = torch.promote_types(tensor.dtype, torch.float32).to_real()  # one more than float64's eps is one in float32
+    noise = torch.empty_like(tensor, dtype=dtype).uniform_(-eps, eps, generator=generator)
     return (tensor * (1 + noise)).to(tensor.dtype)
 
 

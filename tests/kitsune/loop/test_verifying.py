@@ -39,3 +39,12 @@ def test_numbers_are_put_off_where_they_are_rounded(dtype: str) -> None:
     put_off([numbers], 0.01, seed=1)
     assert torch.equal(numbers, NUMBERS[dtype]) == (dtype == "int64")
     assert torch.allclose(numbers, NUMBERS[dtype], rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128])
+def test_numbers_are_put_off_by_their_own_rounding(dtype: torch.dtype) -> None:
+    """Or nothing would be left to rounding in the comparison of a training in float64."""
+    numbers = torch.rand(64).to(dtype) + 1
+    before, eps = numbers.clone(), torch.finfo(dtype).eps
+    put_off([numbers], 4 * eps, seed=1)
+    assert 0 < (numbers - before).abs().max() <= 10 * eps
