@@ -30,6 +30,7 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator, Instru
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
@@ -140,7 +141,7 @@ class GuardedFunction:
         except exc.FailOnRecompileLimitHit as error:
             self.stale = True
             raise RefusedError(_CHANGED, passing=True) from error
-        except exc.TorchDynamoException as error:
+        except (exc.TorchDynamoException, GuardOnDataDependentSymNode) as error:
             # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
             passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
             raise RefusedError(_refusal(error), passing=passing) from error

@@ -126,6 +126,17 @@ class Selected(Net):
         return super().forward(x) * (1.0 if rows.numel() == 0 else 2.0)
 
 
+class Routed(Net):
+    """Asks how many rows there are for a part of it, as mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = torch.where(x[:, 0] > 0)
+        output = torch.zeros(len(x), 3)
+        if len(rows):
+            output.index_add_(0, rows, super().forward(x[rows]))
+        return output + super().forward(x)
+
+
 class Energy(Net):
     """Returns the gradient of its sum, as models of forces do."""
 
@@ -167,6 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lstm": (Recurrent, "a recurrent layer of torch is called"),
     "numpy": (Rounding, "use math or torch"),
     "size": (Selected, "depends on the values of a tensor"),
+    "length": (Routed, "if len(rows)"),
     "gradients in the call": (Energy, "gradients are computed in the call"),
     "compiled": (Compiled, "torch.compiler.is_compiling()"),
     "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
