@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from kitsune.capture.fills import FILLS
 from kitsune.capture.recomputing import BACKWARD
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import Refusal, RefusedError
@@ -29,7 +30,8 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     """The ATen graph of `function(*inputs)`: one placeholder an input, a list of tensors (or None) as output.
 
     Tracing computes on fake tensors: nothing is read from or written to `inputs`, and no random
-    number is drawn. Views, in-place writes and operators that draw random numbers stay as they are.
+    number is drawn. Views, in-place writes and operators that draw random numbers stay as they are; assignments of a
+    number by a mask become fills.
 
     Raises:
         RefusedError: the function cannot be traced, or what was traced is not a legal graph; or another thread is in
@@ -37,7 +39,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     """
     try:
         with sole_capture(), fx.traceback.preserve_node_meta(), _without_autocast_cache():
-            module = make_fx(function, tracing_mode="fake")(*inputs)
+            module = make_fx(function, decomposition_table=FILLS, tracing_mode="fake")(*inputs)
     except RefusedError:
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, AssertionError) as error:
