@@ -237,6 +237,12 @@ class RefusalLog:
         self._subject = subject
         self._seen: dict[str, None] = {}
 
+    def part(self, name: str) -> RefusalLog:
+        """The same log for a part of what it is about: what is logged is said of that part alone."""
+        part = RefusalLog(f"{name} of {self._subject}")
+        part._seen = self._seen
+        return part
+
     def add(self, refusal: Refusal | RefusedError) -> None:
         """Notes a refusal; a passing one, after which replay is tried again, is no warning."""
         if isinstance(refusal, RefusedError) and refusal.passing:

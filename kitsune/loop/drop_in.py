@@ -74,7 +74,10 @@ class DropInLoop:
         self._only = None if only is None else weakref.WeakSet(only)
         self._gradients: dict[int, torch.Tensor] = {}
         self._streams = StreamPool()
-        self._update = UpdateStep(optimizer, self._gradients, config=config, streams=self._streams, log=log)
+        self._update_log = log.part("the update")
+        self._update = UpdateStep(
+            optimizer, self._gradients, config=config, streams=self._streams, log=self._update_log
+        )
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, Call] = {}
         self._compiled: dict[int, Call] = {}  # of those that torch.compile has compiled, what their calls are
@@ -303,7 +306,7 @@ class DropInLoop:
         found = update_differences(self._update, self._optimizer, modules, device)
         if found:
             self._update.refusal = _differs(found)
-            self._log.add(self._update.refusal)
+            self._update_log.add(self._update.refusal)
         elif found is not None:
             self._update.verified += 1
         return found is not None

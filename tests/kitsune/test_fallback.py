@@ -338,6 +338,15 @@ def test_the_log_tells_each_refusal_once(caplog: pytest.LogCaptureFixture) -> No
     assert log.reasons() == ("one", "two", "three")
 
 
+def test_the_log_tells_which_part_runs_as_plain_pytorch(caplog: pytest.LogCaptureFixture) -> None:
+    log = RefusalLog("the loop")
+    for _ in range(2):
+        log.part("the update").add(Refusal("no rule"))
+        log.add(Refusal("no rule"))
+    assert [record.message for record in caplog.records] == ["the update of the loop runs as plain PyTorch: no rule"]
+    assert log.reasons() == ("no rule",)
+
+
 def test_what_runs_beside_compilers_is_not_timed(clock: Clock, noise: Callable[[bool], None]) -> None:
     """It goes on as it is, eagerly or replayed, and counts for nothing. Where nothing is timed, it counts."""
     for quiet_steps, choice in ((0, "eager"), (3, "eager"), (6, "replay")):

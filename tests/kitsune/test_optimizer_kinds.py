@@ -227,8 +227,10 @@ WITHOUT_A_RULE: list[Kind] = [torch.optim.Adafactor, torch.optim.Muon, Halving, 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_RULE)
 @pytest.mark.parametrize("form", FORMS)
-def test_an_optimizer_without_a_rule_steps_by_itself(form: str, kind: Kind) -> None:
-    """In the loop, forward and backward are replayed all the same."""
+def test_an_optimizer_without_a_rule_steps_by_itself(
+    form: str, kind: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the loop, forward and backward are replayed all the same, and nothing else is said."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Weights()
@@ -238,6 +240,8 @@ def test_an_optimizer_without_a_rule_steps_by_itself(form: str, kind: Kind) -> N
     status = training.status()
     assert status.covered == (() if form == "train_step" else ("forward", "backward"))
     assert any(f"no update rule for {kind.__name__}" in refusal for refusal in status.refusals)
+    part = "the training step" if form == "train_step" else "the update of the training loop"
+    assert [text for text in caplog.messages if text.startswith(f"{part} runs as plain PyTorch: there is no update")]
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
