@@ -323,7 +323,8 @@ def _strict_capture() -> Iterator[_Called]:
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
-    settings, as torch 2.11 fails to write down the functions that are among them.
+    settings, as torch 2.11 fails to write down the functions that are among them. Its advice to those who call
+    `torch.compile` is not for users who did not: what stands in the way is told as a refusal.
 
     Raises:
         RefusedError: another thread is in the midst of a capture.
@@ -337,12 +338,13 @@ def _strict_capture() -> Iterator[_Called]:
         ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
     )
     generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
+    advice = mock.patch.object(dynamo_utils, "warn_once")
     metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
     questions = mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question())
     keeping = mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results())
     called: _Called = {}
     inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
-    with sole_capture(), without_own(), switches, generators, metrics, questions, keeping, inlining:
+    with sole_capture(), without_own(), switches, generators, advice, metrics, questions, keeping, inlining:
         yield called
 
 
@@ -444,4 +446,7 @@ def _refusal(error: Exception) -> Refusal:
     if "marked as skipped" in said:  # the next line says which function
         said = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
         said = said.strip().removeprefix("Explanation: ")
+    if "trace the builtin `" in said:
+        name = said.split("`")[1].removeprefix("<unknown module>.").rstrip(".")
+        said = f"{name}() is called, which is not written in Python"
     return Refusal(f"the call is not one graph: {said}", culprit, remedy)

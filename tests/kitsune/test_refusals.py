@@ -192,6 +192,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data-dependent control flow, .item(), print in the model",
     "plain PyTorch, with a reason",
 )
+@pytest.mark.filterwarnings("error:Dynamo")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_that_cannot_be_captured_trains_eagerly(
@@ -225,13 +226,15 @@ def test_libraries_may_ask_whether_they_are_compiled(form: str) -> None:
     compare(form, building(Asking))
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.filterwarnings("error:Dynamo")
 @pytest.mark.parametrize("form", FORMS)
 def test_randomness_of_the_host(form: str) -> None:
+    """The reason is told in a refusal, and no warning asks the user to file an issue with PyTorch."""
     def edit(_training: Training, index: int) -> None:
         random.seed(index)
 
-    compare(form, building(HostRandom), steps=10, edit=edit, replays=0)
+    training = compare(form, building(HostRandom), steps=10, edit=edit, replays=0)
+    assert "Random.random() is called, which is not written in Python [" in training.status().reason
 
 
 OWN_GENERATOR = random.Random(3)
