@@ -30,12 +30,13 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator, Instru
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
 
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
 from kitsune.capture.result_views import take_views
+from kitsune.capture.signature import MARKED
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
 from kitsune.native.build import facts_type
@@ -133,6 +134,7 @@ class GuardedFunction:
                 if not self._is_direct_sought:
                     self._is_direct_sought, self._direct = True, _Direct.of(self._function)
             else:
+                _refuse_marks(args)
                 with _strict_capture() as called:
                     result = self._compiled(*args)
                 found = [fact for function, owner in called for fact in called_facts(function, owner)]
@@ -141,15 +143,18 @@ class GuardedFunction:
         except exc.FailOnRecompileLimitHit as error:
             self.stale = True
             raise RefusedError(_CHANGED, passing=True) from error
-        except (exc.TorchDynamoException, GuardOnDataDependentSymNode) as error:
+        except exc.TorchDynamoException as error:
             # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
             passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
             raise RefusedError(_refusal(error), passing=passing) from error
-        except AssertionError as error:
+        except RefusedError:
+            raise
+        except Exception as error:
             if self._thread.ran:
                 raise
-            # One of Dynamo's, as of a guard that fails when it is asked for the first time.
-            raise RefusedError(_refusal(error), passing=True) from error
+            # Dynamo passes on some of torch's, as of lengths that depend on data, and assertions of its own, as of a
+            # guard that fails when it is asked for the first time.
+            raise RefusedError(_refusal(error), passing=isinstance(error, AssertionError)) from error
         if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
@@ -346,6 +351,13 @@ def _strict_capture() -> Iterator[_Called]:
     inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
     with sole_capture(), without_own(), switches, generators, advice, metrics, questions, keeping, inlining:
         yield called
+
+
+def _refuse_marks(args: Sequence[Any]) -> None:
+    """Before Dynamo does, which would log an error of its own."""
+    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    if any(getattr(tensor, "_dynamo_dynamic_indices", None) for tensor in tensors):
+        raise RefusedError(MARKED)
 
 
 def _noting(called: _Called) -> Any:

@@ -17,6 +17,11 @@ import torch
 from kitsune.capture.ambient import ambient
 from kitsune.errors import Refusal
 
+MARKED = Refusal(
+    "a dimension of an argument is marked as dynamic, and what is captured has one shape",
+    remedy="pass tensors without torch._dynamo.mark_dynamic and its like",
+)
+
 
 def call_signature(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], module: torch.nn.Module, device: torch.device
@@ -42,7 +47,9 @@ def refuse_arguments(inputs: Sequence[torch.Tensor]) -> Refusal | None:
     return None
 
 
-def _refuse_kind(tensor: torch.Tensor | torch.SymInt) -> Refusal | None:
+def _refuse_kind(tensor: torch.Tensor | torch.SymInt | int) -> Refusal | None:
+    if isinstance(tensor, int):  # a size that Dynamo makes an argument of its own
+        return MARKED
     if isinstance(tensor, torch.SymInt):  # the size of a jagged one, which Dynamo makes an argument of its own
         return Refusal("an argument is a nested tensor", remedy="pass its values() and offsets()")
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:

@@ -220,6 +220,32 @@ def test_a_tensor_subclass(form: str) -> None:
     assert training.status().mode == "eager"
 
 
+@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.decorators.mark_unbacked])
+def test_dimensions_that_are_marked_as_dynamic(
+    mark: Callable[[Tensor, int], None], form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for `torch.compile`. Dynamo would raise in the user's training, since a capture has one shape."""
+
+    def shape(x: Tensor, index: int) -> Tensor:
+        mark(x, 0)
+        return x
+
+    training = compare(form, build, batches=shaped(shape), replays=0)
+    assert "marked as dynamic" in training.status().reason
+    assert {record.name for record in caplog.records} == {"kitsune"}
+
+
+def test_dimensions_that_may_be_dynamic(form: str) -> None:
+    """A step is captured as if they were not marked; a model's call, which has such a size for an argument, is not."""
+
+    def shape(x: Tensor, index: int) -> Tensor:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return x
+
+    training = compare(form, build, batches=shaped(shape), replays=1 if form == "train_step" else 0)
+    assert form == "train_step" or "marked as dynamic" in training.status().reason
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors(form: str) -> None:
     class Ragged(Net):

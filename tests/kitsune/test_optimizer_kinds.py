@@ -227,9 +227,7 @@ WITHOUT_A_RULE: list[Kind] = [torch.optim.Adafactor, torch.optim.Muon, Halving, 
 
 @pytest.mark.parametrize("kind", WITHOUT_A_RULE)
 @pytest.mark.parametrize("form", FORMS)
-def test_an_optimizer_without_a_rule_steps_by_itself(
-    form: str, kind: Kind, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_without_a_rule_steps_by_itself(form: str, kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
     """In the loop, forward and backward are replayed all the same, and nothing else is said."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -230,6 +230,7 @@ def test_libraries_may_ask_whether_they_are_compiled(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_randomness_of_the_host(form: str) -> None:
     """The reason is told in a refusal, and no warning asks the user to file an issue with PyTorch."""
+
     def edit(_training: Training, index: int) -> None:
         random.seed(index)
 
