@@ -43,6 +43,7 @@ from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
 _DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep  # where it has its own forms of Python's functions
+_KITSUNE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
@@ -442,10 +443,10 @@ _WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., m
 
 def _refusal(error: Exception) -> Refusal:
     stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
+    own = [frame for frame in stack or () if not frame.filename.startswith((_DYNAMO, _KITSUNE))]
     culprit = None
-    if stack:
-        own = [frame for frame in stack if not frame.filename.startswith(_DYNAMO)]
-        frame = (own or stack)[-1]
+    if own:
+        frame = own[-1]
         culprit = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
     said, remedy = first_line(error), None
     for switch, refusal in _SWITCHED_OFF.items():

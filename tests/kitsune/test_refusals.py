@@ -7,6 +7,7 @@ import logging
 import random
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,8 @@ class CumulativeNorm(nn.Module):
         return self.head(torch.relu(self.norm(self.layer(x))))
 
 
+OWN_FOLDER = str(Path(kitsune.__file__).parent)
+
 # The model, and what the status must name: a line of its source, or a word of the reason.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "print": (Printing, 'print("training")'),
@@ -184,6 +187,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
     "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
     "a function that keeps a tensor": (Keeping, "kept_noise() keeps tensors"),
+    "torch.jit": (lambda: torch.jit.script(Net()), "torch.jit.script"),
 }
 
 
@@ -192,7 +196,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "data-dependent control flow, .item(), print in the model",
     "plain PyTorch, with a reason",
 )
-@pytest.mark.filterwarnings("error:Dynamo")
+@pytest.mark.filterwarnings("error:Dynamo", "ignore:`torch.jit")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_that_cannot_be_captured_trains_eagerly(
@@ -204,6 +208,7 @@ def test_a_model_that_cannot_be_captured_trains_eagerly(
     status = training.status()
     assert status.mode == "eager"
     assert words in status.reason
+    assert OWN_FOLDER not in status.reason, "a line of the user's"
     assert status.graphs == 0
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len([text for text in warnings if words in text]) == 1, "the reason is logged once"
