@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,6 +82,10 @@ CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an output of the "
     "model was written to after something was computed from it"
 )
+
+
+_ERRORS = (RuntimeError, IndexError, ValueError, TypeError, AssertionError)
+"""What functions of torch raise for values that they do not take."""
 
 
 @dataclass(eq=False)
@@ -212,6 +215,7 @@ class Following:
         self._pending: dict[int, weakref.ref[PendingTensor]] = {}
         self._is_open = True
         self._is_spent = False
+        self._failure: Exception | None = None  # why there are no results
 
     def outputs(self, differentiable: Sequence[bool]) -> list[Tensor]:
         """The outputs as the loop gets them. The call runs now, or has run."""
@@ -283,10 +287,15 @@ class Following:
             self._call.keep()
 
     def close(self) -> None:
-        """Computes what is pending, and follows no further. What cannot be computed any more raises when asked for."""
+        """Computes what is pending, and follows no further. What cannot be computed raises when asked for.
+
+        Not here: this may be in the midst of another batch's call, as after an error that the loop has caught.
+        """
         if self._is_open or self.is_put_off:
-            with suppress(EditedError):
+            try:
                 self._compute()
+            except _ERRORS as error:
+                self._failure = error.with_traceback(None)
             self._is_open = False
 
     def _known(
@@ -385,6 +394,8 @@ class Following:
         done, count = self._done, self._num_done
         if len(self._values) == len(self._layouts) + count:
             return
+        if self._failure is not None:  # what was given has been overwritten since
+            raise self._failure
         if not self._is_unchanged():
             raise RuntimeError(CHANGED)
         self._run_call()

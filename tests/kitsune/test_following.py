@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -672,6 +673,43 @@ def test_an_interrupt_in_the_loss(device: torch.device) -> None:
         return stepped(loop, loss).item()
 
     alike(body, device)
+
+
+def test_a_batch_whose_loss_raises_is_left_out(device: torch.device, replays: Callable[[], int]) -> None:
+    """Later batches are none the worse for it, though the loop still has the loss."""
+    if device.type == "cuda":
+        pytest.skip("a label out of range ends the process's use of the device")
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        try:
+            loop.memo["loss"] = functional.cross_entropy(loop.model(x), y + 3 * (loop.index == 4))
+            return stepped(loop, loop.memo["loss"]).item()
+        except IndexError as error:
+            return str(error)
+
+    alike(body, device)
+    assert replays() >= REPLAYED - 2  # the next call may find the memory in use, by outputs that are still there
+
+
+def test_a_loss_that_raises_does_so_when_it_is_asked_for(device: torch.device) -> None:
+    """And in no call of the model for another batch, whose labels are where its own were."""
+    if device.type == "cuda":
+        pytest.skip("a label out of range ends the process's use of the device")
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        if loop.index == 4:
+            with suppress(IndexError):
+                loop.memo["loss"] = functional.cross_entropy(loop.model(x), y + 3)
+            return None
+        value = stepped(loop, functional.cross_entropy(loop.model(x), y)).item()
+        if loop.index > 4 and "loss" in loop.memo:
+            with pytest.raises(IndexError, match="out of bounds"):
+                loop.memo["loss"].item()
+            with pytest.raises(IndexError, match="out of bounds"):
+                loop.memo["loss"].backward()
+        return value
+
+    assert "loss" in alike(body, device).memo
 
 
 def test_a_loss_that_writes_to_outer_tensors(device: torch.device) -> None:
