@@ -112,7 +112,7 @@ class SharedEnvironment(environment.Environment):
         first = (
             [str(self._links())] if self._measured.is_kitsune else [f"import sys; sys.path += {list(map(str, own))}"]
         )
-        not_shared = {self._measured.root, self._measured.root / "src", self._measured.home}
+        not_shared = {self._measured.root, *self._measured.code_folders, self._measured.home}
         shared = [f"import site; site.addsitedir({str(folder)!r})" for folder in _host_packages(not_shared)]
         return "\n".join([*first, *shared]) + "\n"
 

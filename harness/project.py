@@ -73,6 +73,11 @@ class Project:
         """What of a commit is measured, relative to the root."""
         return ("kitsune",) if self.is_kitsune else (".",)
 
+    @property
+    def code_folders(self) -> tuple[Path, ...]:
+        """What a project elsewhere imports its own code from, in its working tree; there need be none of these."""
+        return () if self.is_kitsune else (self.root, self.root / "src")
+
     @contextmanager
     def alone(self) -> Iterator[int]:
         """Holds this checkout for one run: two would check out commits over one another, and disturb their times.

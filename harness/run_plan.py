@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """
     measured = project.here()
     profile: profiles.Name = "check" if options.check else options.profile
-    own = _own_models(options.workload, measured.root)
+    own = own_models(options.workload, measured)
     own_cases = tuple(case for model in own for case in model.cases())
     selection = profiles.Selection(tuple(options.case), tuple(options.variant), own_cases)
     profiles.check_selection(selection)
@@ -130,8 +131,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
 
 
-def _own_models(sources: Sequence[str], root: Path) -> tuple[OwnModel, ...]:
-    """The user's own models, each built once to see that it works.
+def own_models(sources: Sequence[str], measured: Project) -> tuple[OwnModel, ...]:
+    """The user's own models, each built once to see that it works, with the code of the working tree.
 
     Raises:
         WorkloadError: one does not.
@@ -141,7 +142,8 @@ def _own_models(sources: Sequence[str], root: Path) -> tuple[OwnModel, ...]:
         return ()
     from harness.workloads import own_model  # imports torch, which no other run has to wait for
 
-    found = tuple(own_model(source, root) for source in dict.fromkeys(sources))
+    sys.path[:0] = map(str, measured.code_folders)
+    found = tuple(own_model(source, measured.root) for source in dict.fromkeys(sources))
     names = [model.name for model in found]
     for model in found:
         if names.count(model.name) > 1:

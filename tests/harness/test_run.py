@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from harness import asv_process, environment, profiles, project, run, variants
+from harness import asv_process, environment, profiles, project, run, run_plan, variants
 from harness.benchmarks.training import Training
 from harness.interruptions import Interrupted
 from harness.progress import Watch
@@ -54,6 +54,25 @@ def test_where_nothing_is_committed_there_is_nothing_to_measure(tmp_path: Path) 
     git(tmp_path, "init", "--quiet")
     with pytest.raises(RunError, match="no commit to measure"):
         last_commits(tmp_path, 3)
+
+
+@pytest.mark.parametrize("place", [".", "src"])
+def test_a_workload_elsewhere_imports_the_project_s_own_code_from_any_folder(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = f"code_in_{place.replace('.', 'root')}"
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / f"{package}.py").write_text(
+        (ROOT / "examples" / "own_model.py").read_text().replace('name="spirals"', f"name={package!r}")
+    )
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    (folder / "step.py").write_text(f"from {package} import build\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    elsewhere = Project(tmp_path, tmp_path / ".kitsune-harness", is_kitsune=False)
+    (model,) = run_plan.own_models(["step.py:build"], elsewhere)
+    assert (model.name, model.source) == (package, "benchmarks/step.py:build")
 
 
 def plan_of(profile: profiles.Name, device_type: profiles.DeviceType = "cpu", **changes: Any) -> Plan:
