@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from harness import asv_process, context
 from harness.own_models import OwnModel, encoded
 from harness.project import Project
 from harness.revisions import has_parent, is_ancestor
-from harness.rows import Change, Comparison
+from harness.rows import Change, Comparison, Contrast
 from harness.selection import ComparisonError
 from harness.stats import Verdict
 
 WORST = "worst"
 """Stands for the regression with the largest change."""
+
+_BENCHMARKS: Mapping[str, str] = {
+    "time": "track_step_seconds",
+    "setup": "track_setup_seconds",
+    "memory": "track_peak_memory_bytes",
+}
+"""What asv has of each metric: of a set-up with filled caches nothing."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Search:
 
     command: tuple[str, ...]
     variables: Mapping[str, str]
-    change: Change
+    change: Change | Contrast
 
     def run(self, project: Project) -> int:
         """Searches; asv's output appears as it comes. Returns asv's exit code.
@@ -38,33 +45,42 @@ class Search:
                 return process.wait()
 
 
-def chosen(comparison: Comparison, which: str) -> Change:
+def chosen(comparison: Comparison, which: str) -> Change | Contrast:
     """The regression to search for.
 
     Args:
-        which: "worst", or CASE:VARIANT of one of the regressions.
+        which: "worst", or CASE:VARIANT of one of the regressions; of several of the same name the first metric's.
 
     Raises:
         ComparisonError: there is no such regression.
     """
-    slower = [change for change in comparison.changes if change.verdict is Verdict.SLOWER]
-    if not slower:
-        lost = "; what can no longer be measured has no time to search by" if comparison.lost else ""
-        raise ComparisonError(f"no change of time here is a regression, so there is nothing to search for{lost}")
+    worse = tuple(_worse(comparison))
+    if not worse:
+        lost = "; what can no longer be measured has no value to search by" if comparison.lost else ""
+        raise ComparisonError(f"nothing that asv could search for is a regression here{lost}")
     if which == WORST:
-        return max(slower, key=lambda change: change.ratio.ratio)
-    names = {f"{change.case.name}:{change.variant}": change for change in slower}
+        return max(worse, key=lambda entry: entry.ratio.ratio)
+    names: dict[str, Change | Contrast] = {}
+    for entry in worse:
+        names.setdefault(f"{entry.case.name}:{entry.variant}", entry)
     if which not in names:
         raise ComparisonError(f"{which!r} is none of the regressions: {', '.join(names)}")
     return names[which]
 
 
-def search(comparison: Comparison, change: Change, project: Project) -> Search:
-    """The search for the commit between base and head that slowed one of Kitsune's forms down.
+def _worse(comparison: Comparison) -> Iterator[Change | Contrast]:
+    yield from (change for change in comparison.changes if change.verdict is Verdict.SLOWER)
+    for contrast in comparison.contrasts:
+        if contrast.verdict is Verdict.SLOWER and contrast.metric in _BENCHMARKS:
+            yield contrast
+
+
+def search(comparison: Comparison, change: Change | Contrast, project: Project) -> Search:
+    """The search for the commit between base and head that made a variant worse.
 
     asv is given the range from before base on, so that it measures base too (a range of git leaves its older end out);
     one benchmark with the parameters of the case and variant, which asv demands; and the harness is told to measure
-    nothing but that variant and its control.
+    nothing but that variant and its control, if it was held against one.
 
     Args:
         change: one of the regressions.
@@ -79,12 +95,17 @@ def search(comparison: Comparison, change: Change, project: Project) -> Search:
             f"{base[:8]} is no earlier commit on the way to {head[:8]}: there is nothing to search between them"
         )
     commits = f"{base}^..{head}" if has_parent(base, project.root) else head
-    benchmark = asv_process.pattern("track_step_seconds", change.variant, change.case.name)
+    metric, measured = "time", [change.variant]
+    if isinstance(change, Contrast):
+        metric = change.metric
+    else:
+        measured.insert(0, change.control)
+    benchmark = asv_process.pattern(_BENCHMARKS[metric], change.variant, change.case.name)
     variables = {
         context.PROFILE_VARIABLE: comparison.reproduction.profile,
         context.HEAD_VARIABLE: head,
         context.CASES_VARIABLE: change.case.name,
-        context.VARIANTS_VARIABLE: f"{change.control} {change.variant}",
+        context.VARIANTS_VARIABLE: " ".join(measured),
     }
     source = comparison.reproduction.workloads.get(change.case.model)
     if source is not None:

@@ -386,7 +386,7 @@ def _bisect(comparison: Comparison, which: str) -> bool:
     of = project.here()
     search = bisection.search(comparison, change, of)
     of.prepare()
-    _print(f"\nsearching what slowed {change.variant} of {change.case.name} down:\n")
+    _print(f"\nsearching what made {change.variant} of {change.case.name} worse:\n")
     return search.run(of) == 0
 
 

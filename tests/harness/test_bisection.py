@@ -1,6 +1,7 @@
 """What ``asv find`` is given to search a regression with."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from harness.bisection import WORST, Search, chosen, search
 from harness.comparison import compare
 from harness.project import Project
-from harness.rows import Comparison
+from harness.rows import Change, Comparison, Contrast
 from harness.selection import ComparisonError
+from harness.stats import Estimate, Verdict
 from harness.store import Store
 from tests.harness import sample
 from tests.harness.repository import git
@@ -38,6 +40,17 @@ def comparison_of(project: Project, slowdown: float) -> Comparison:
     return compare(Store(project.results).load(GPU_MACHINE), commits[1], commits[2], folder=project.root)
 
 
+def with_contrast(comparison: Comparison, metric: str, variant: str = "eager_amp", ratio: float = 1.5) -> Comparison:
+    """The comparison judged by a metric too, by which a variant of LeNet takes more."""
+    row = next(row for row in comparison.rows if (row.case.name, row.variant) == ("lenet-b64", variant))
+    contrast = Contrast(
+        case=row.case, variant=variant, base_variant=variant, precision="amp", metric=metric, unit="s", base=1.0,
+        head=ratio, ratio=Estimate(ratio, ratio - 0.1, ratio + 0.1, rounds=3, pairs=36, freedom=2.0), margin=0.03,
+        verdict=Verdict.SLOWER,
+    )  # fmt: skip
+    return replace(comparison, contrasts=(contrast,))
+
+
 def searched(project: Project, which: str = WORST) -> Search:
     comparison = comparison_of(project, slowdown=1.3)
     return search(comparison, chosen(comparison, which), project)
@@ -56,12 +69,31 @@ def test_the_range_has_the_good_commit_and_the_benchmark_one_parameter_set(proje
 
 def test_nothing_but_the_variant_and_its_control_is_measured(project: Project) -> None:
     found = searched(project, "lenet-b64:kitsune_trainstep_amp")
+    assert isinstance(found.change, Change)
     assert found.variables == {
         "HARNESS_PROFILE": "quick",
         "HARNESS_HEAD": git(project.root, "rev-parse", "HEAD"),
         "HARNESS_CASES": "lenet-b64",
         "HARNESS_VARIANTS": f"{found.change.control} kitsune_trainstep_amp",
     }
+
+
+@pytest.mark.parametrize(
+    ("metric", "track"), [("time", "step_seconds"), ("setup", "setup_seconds"), ("memory", "peak_memory_bytes")]
+)
+def test_a_regression_by_another_metric_is_searched_by_it(project: Project, metric: str, track: str) -> None:
+    comparison = with_contrast(comparison_of(project, slowdown=1.0), metric)
+    found = search(comparison, chosen(comparison, WORST), project)
+    assert re.search(found.command[-2], f"training.Training.track_{track}('eager_amp', 'lenet-b64')")
+    assert found.variables["HARNESS_VARIANTS"] == "eager_amp"
+
+
+def test_of_two_metrics_a_name_means_the_first_and_what_asv_does_not_know_is_not_searched(project: Project) -> None:
+    comparison = with_contrast(comparison_of(project, slowdown=1.3), "time", "kitsune_trainstep_amp", 9.0)
+    assert chosen(comparison, "lenet-b64:kitsune_trainstep_amp") in comparison.changes
+    assert chosen(comparison, WORST) == comparison.contrasts[0]
+    with pytest.raises(ComparisonError, match="nothing that asv could search for"):
+        chosen(with_contrast(comparison_of(project, slowdown=1.0), "warm-setup"), WORST)
 
 
 def test_the_first_commit_of_all_has_nothing_before_it(project: Project) -> None:
@@ -77,7 +109,7 @@ def test_the_first_commit_of_all_has_nothing_before_it(project: Project) -> None
 @pytest.mark.parametrize(
     ("slowdown", "which", "words"),
     [
-        (1.0, WORST, "no change of time here is a regression"),
+        (1.0, WORST, "nothing that asv could search for is a regression"),
         (1.3, "mlp-b64:eager_amp", "is none of the regressions: lenet-b64:kitsune_trainstep_amp"),
     ],
 )

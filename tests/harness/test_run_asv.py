@@ -167,7 +167,7 @@ def test_asv_searches_the_commits_from_base_to_head(tmp_path: Path) -> None:
         Store(checkout.root / "results").append("test-machine", commit, [{**run, "profile": "quick"}, *rounds])
     found = checkout.run("-m", "harness.compare", commits[0], commits[2], "--bisect", **UNCOMPILED)
     assert found.returncode == 0, found.stdout
-    assert "searching what slowed kitsune_trainstep_fp32 of mlp-b4 down" in found.stdout
+    assert "searching what made kitsune_trainstep_fp32 of mlp-b4 worse" in found.stdout
     assert "within 3 commits" in found.stdout
     assert "Greatest regression found" in found.stdout
     timed = {variant for entry in history_of(checkout).rounds(commits[1]) for variant in entry.blocks}
