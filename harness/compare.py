@@ -316,7 +316,14 @@ def _with_metrics(
     if older is None:
         return comparison
     contrasts = metrics.across(older, newer, others, margins, _judged_variants())
-    return replace(comparison, contrasts=contrasts, margins={metric: margins[metric] for metric in others})
+    unknown = [metric for metric in others if metric not in {contrast.metric for contrast in contrasts}]
+    notes = [f"no variant has its {metric} at both commits, so no change of it can be judged" for metric in unknown]
+    return replace(
+        comparison,
+        contrasts=contrasts,
+        margins={metric: margins[metric] for metric in others},
+        notes=(*comparison.notes, *notes),
+    )
 
 
 def _with_memory_growth(comparison: Comparison, history: History, margin: float) -> Comparison:

@@ -516,6 +516,18 @@ def test_notes_are_on_the_changes_that_are_judged(
     assert "no change can be judged" not in out
 
 
+def test_a_metric_that_a_commit_does_not_have_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sample.write_gpu_history(tmp_path, rounds=2)
+    arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--metric", "setup", "--metric", "warm-setup"]
+    note = "note: no variant has its warm-setup at both commits, so no change of it can be judged"
+    assert compare.main(arguments) == 0
+    assert note not in capsys.readouterr().out
+    older = tmp_path / GPU_MACHINE / f"{COMMITS[1]}.samples.jsonl"
+    older.write_text(older.read_text().replace('"setup_again_s"', '"was_setup_again_s"'))
+    assert compare.main(arguments) == 0
+    assert note in capsys.readouterr().out.splitlines()
+
+
 def test_a_gate_that_cannot_close_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sample.write_gpu_history(tmp_path, rounds=2)
     arguments = ["--results", str(tmp_path), "--machine", GPU_MACHINE, "--fail-on"]
