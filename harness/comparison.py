@@ -11,6 +11,7 @@ from harness.breakdown import breakdowns
 from harness.commit_pages import NO_PAGES, CommitPages
 from harness.conclusive import MARGIN
 from harness.controls import controlled_change
+from harness.disturbances import host_notes
 from harness.fusions import step_fusions
 from harness.history_series import history_series
 from harness.level_changes import environment_changes
@@ -419,6 +420,7 @@ def _notes(
         notes.append(
             f"the GPU was throttled in {turns} turn(s) at {newer.commit[:8]}; they are left out where others exist"
         )
+    notes += host_notes({side.commit[:8]: side for side in (older, newer) if side is not None})
     if older is None:
         notes.append("no earlier commit is measured on this machine, so no change can be judged")
         return tuple(notes)

@@ -88,7 +88,9 @@ class Round:
 
     ``throttled`` turns, of which the GPU protected itself, were kept in the file and are left out of ``blocks``, unless
     there were no others. ``modes`` and ``plans`` are how Kitsune's variants ran at the end of the round, such as
-    "eager", and by what they replayed, of the variants that told; results of earlier versions have none.
+    "eager", and by what they replayed, of the variants that told; results of earlier versions have none. ``taken`` is
+    the share of the host's processors that other processes and, by the hypervisor, other guests had meanwhile; 0 where
+    nobody knows.
     """
 
     run: str
@@ -102,6 +104,7 @@ class Round:
     throttled: int = 0
     modes: Mapping[str, str] = field(default_factory=dict)
     plans: Mapping[str, ReplayPlan] = field(default_factory=dict)
+    taken: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -271,7 +274,13 @@ def _round(fields: Mapping[str, object]) -> Round:
         throttled=len(throttled),
         modes={} if fields.get("modes") is None else _modes(_mapping(fields, "modes"), blocks),
         plans={} if fields.get("plans") is None else _plans(_mapping(fields, "plans"), blocks),
+        taken=0.0 if fields.get("host") is None else _taken(_mapping(fields, "host")),
     )
+
+
+def _taken(host: Mapping[str, object]) -> float:
+    known = {name: host.get(name) for name in ("busy_elsewhere", "stolen")}
+    return sum(_number(share, f"host: {name}") for name, share in known.items() if share is not None)
 
 
 def _steps_per_block(fields: Mapping[str, object], timed: Collection[str]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness import metrics
+from harness.disturbances import host_notes
 from harness.revisions import describe
 from harness.rows import Commit, Side, SideBySide
 from harness.selection import ComparisonError, Measurement, changed_facts, choose_commits, measured_commit, measurement
@@ -40,7 +41,8 @@ def two_variants(
     if not contrasts:
         raise ComparisonError(f"no case at {commit[:8]} measured {variants[0]} and {variants[1]} side by side")
     base, head = (_side(variant, history, measured, folder) for variant in variants)
-    return SideBySide("variants", base, head, _used(chosen, margins), contrasts, (), history.damage)
+    notes = tuple(host_notes({commit[:8]: measured}))
+    return SideBySide("variants", base, head, _used(chosen, margins), contrasts, notes, history.damage)
 
 
 def two_machines(
@@ -71,6 +73,8 @@ def two_machines(
         )
     differing = changed_facts(older.facts, newer.facts)
     told = ", ".join(f"{name}: {older.facts.get(name)} → {newer.facts.get(name)}" for name in differing)
+    notes = [f"the machines differ in {told}"] if differing else []
+    notes += host_notes(dict(zip(names, (older, newer), strict=True)))
     base, head = (
         _side(history.machine, history, side, folder) for history, side in zip(histories, (older, newer), strict=True)
     )
@@ -80,7 +84,7 @@ def two_machines(
         head=head,
         margins=_used(chosen, margins),
         contrasts=contrasts,
-        notes=(f"the machines differ in {told}",) if differing else (),
+        notes=tuple(notes),
         damage=tuple(dict.fromkeys(entry for history in histories for entry in history.damage)),
     )
 
