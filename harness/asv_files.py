@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from harness.whole_files import read_whole
+
 BENCHMARKS = "benchmarks.json"
 MACHINE = "machine.json"
 VERSIONS = {BENCHMARKS: 2, MACHINE: 1}
@@ -53,7 +55,7 @@ def _contents(root: Path, machine: str) -> Iterator[tuple[Path, dict[str, object
 
 def _content(path: Path) -> dict[str, object] | str:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_whole(path))
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:

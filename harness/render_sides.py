@@ -51,11 +51,11 @@ def json_document(sides: SideBySide, *, shown: SideBySide | None = None) -> str:
 
 
 def outcome(sides: SideBySide) -> str:
-    """In how many rows the second side takes less, and in how many more."""
+    """In how many rows the second side takes less, in how many more, and in how many that is open."""
     verdicts = [entry.verdict for entry in sides.contrasts]
-    less, more = verdicts.count(Verdict.FASTER), verdicts.count(Verdict.SLOWER)
-    rows = formats.counted(len(verdicts), "row")
-    return f"{sides.head.label} takes less than {sides.base.label} in {less} of {rows}, more in {more}"
+    less, more, unclear = map(verdicts.count, (Verdict.FASTER, Verdict.SLOWER, Verdict.INCONCLUSIVE))
+    counts = f"less than {sides.base.label} in {less} of {formats.counted(len(verdicts), 'row')}, more in {more}"
+    return f"{sides.head.label} takes {counts}; {unclear} inconclusive"
 
 
 def _header(sides: SideBySide) -> list[str]:

@@ -11,6 +11,7 @@ together is to copy files: each has its own, unless the same commit was measured
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import json
 import math
@@ -31,7 +32,7 @@ from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.parallel import mapped
 from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
 from harness.revisions import history_order
-from harness.whole_files import write_whole
+from harness.whole_files import read_whole, write_whole
 
 __all__ = [
     "SCHEMA",
@@ -224,7 +225,7 @@ class Store:
             with _locked(path.parent / ".lock"):
                 for leftover in path.parent.glob(f".{path.name}.*.tmp"):
                     leftover.unlink()
-                earlier = path.read_bytes() if path.exists() else b""
+                earlier = read_whole(path) if path.exists() else b""
                 if earlier and not earlier.endswith(b"\n"):
                     earlier += b"\n"
                 write_whole(path, earlier + lines)
@@ -439,7 +440,7 @@ def _read(path: Path, commit: str) -> tuple[_Measured, list[Damage]]:
     """
     damage: list[Damage] = []
     numbered: list[tuple[int, Record]] = []
-    content = path.read_bytes()
+    content = read_whole(path).removeprefix(codecs.BOM_UTF8)  # which editors leave
     if not content.strip():
         damage.append(Damage(path, None, "is empty: what was measured is lost, as where a disk is full"))
     for number, line in enumerate(content.split(b"\n"), start=1):

@@ -1,7 +1,8 @@
-"""Files that are written whole or not at all."""
+"""Files that are read whole, and written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -29,6 +30,17 @@ def write_whole(path: Path, content: bytes) -> None:
         _write_to(os.open(path, os.O_WRONLY), content)
     else:
         _replace(Path(os.path.realpath(path)), content)
+
+
+def read_whole(path: Path) -> bytes:
+    """The content of a file.
+
+    Raises:
+        OSError: it cannot be read, or is none: a pipe would keep its reader waiting.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
 
 
 def _is_standard_output(found: os.stat_result) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.selection import changed_facts
 from harness.stats import Verdict
-from harness.whole_files import write_whole
+from harness.whole_files import read_whole, write_whole
 
 SCHEMA = 2
 """Of the files. In the first one, rows had up to eight rounds, and were judged again after each."""
@@ -211,7 +211,7 @@ def _read(folder: Path) -> tuple[list[Outcome], list[str]]:
     problems = []
     for path in sorted((folder / FOLDER).glob(f"*{_ENDING}")):
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(read_whole(path))
             if content["schema"] == SCHEMA:
                 outcomes.append(_outcome(path, content))
         except (OSError, ValueError, KeyError, TypeError) as error:

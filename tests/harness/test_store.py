@@ -1,4 +1,5 @@
 import ast
+import codecs
 import json
 import multiprocessing
 import os
@@ -209,6 +210,7 @@ def test_unusable_files_are_damage(tmp_path: Path) -> None:
     folder = path_of(tmp_path).parent
     (folder / "notahash.samples.jsonl").write_text("{}\n")
     (folder / f"{OTHER}.samples.jsonl").mkdir()
+    os.mkfifo(folder / f"{'f' * 40}.samples.jsonl")
     (folder / f"{COMMIT[:8]}-env.json").write_text("no JSON of asv's")
 
     history = store.load(MACHINE)
@@ -216,9 +218,18 @@ def test_unusable_files_are_damage(tmp_path: Path) -> None:
     assert history.commits == (COMMIT,)
     asv_s = {f"{COMMIT[:8]}-env.json", "benchmarks.json", "machine.json"}
     assert {entry.path.name for entry in history.damage} == {
-        "notahash.samples.jsonl", f"{OTHER}.samples.jsonl", *asv_s
+        "notahash.samples.jsonl", f"{OTHER}.samples.jsonl", f"{'f' * 40}.samples.jsonl", *asv_s
     }  # fmt: skip
     assert all(entry.line is None for entry in history.damage)
+
+
+def test_what_editors_put_before_a_file_is_no_damage(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    path = store.append(MACHINE, COMMIT, [run()])
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    history = store.load(MACHINE)
+    assert history.commits == (COMMIT,)
+    assert path not in {entry.path for entry in history.damage}
 
 
 def test_an_unknown_machine_is_an_error_that_names_the_known(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.whole_files import write_whole
+from harness.whole_files import read_whole, write_whole
 from tests.harness.checkout import ROOT
 
 
@@ -28,6 +28,16 @@ def test_links_are_followed_to_the_file_that_is_replaced(tmp_path: Path, is_ther
     assert not target.is_symlink()
     assert target.read_bytes() == b"new"
     assert len(list(tmp_path.rglob("*"))) == 4
+
+
+def test_a_pipe_is_no_file_to_read_whole(tmp_path: Path) -> None:
+    """It would keep its reader waiting."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_whole(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    assert read_whole(tmp_path / "link") == b"content"
 
 
 def test_links_that_end_nowhere_are_an_error_and_left_as_they_are(tmp_path: Path) -> None:
