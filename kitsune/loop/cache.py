@@ -64,6 +64,7 @@ class StepCache(Generic[S]):
         holders = [other for other in self._steps.values() if other.executor is not None]
         for other in holders[: max(len(holders) - self._max_graphs, 0)]:
             other.release()
+            other.gave_way = True
 
     def clear(self) -> None:
         """Releases and forgets everything."""

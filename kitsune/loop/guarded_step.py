@@ -22,6 +22,8 @@ Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 _T = TypeVar("_T")
 
+_GAVE_WAY = Refusal("its graphs had given way to those of other signatures, of which max_graphs are kept")
+
 
 class ReplayedApart(NamedTuple):
     """A replay of a call that nobody has got to see.
@@ -51,6 +53,7 @@ class GuardedStep(ABC):
 
     Attributes:
         declined: why the latest call could not be replayed; None if it could.
+        gave_way: whether what was captured has been released for the graphs of other signatures.
         replays: calls that were replayed.
         setup_seconds: time spent on captures.
     """
@@ -60,6 +63,7 @@ class GuardedStep(ABC):
     ) -> None:
         self.chooser = chooser
         self.declined: Refusal | None = None
+        self.gave_way = False
         self.replays = 0
         self.setup_seconds = 0.0
         self.module, self._call = module, call
@@ -133,7 +137,8 @@ class GuardedStep(ABC):
         if self._guarded is not None:
             return replay(self._guarded)
         with sole_capture():
-            self._budget.spend(self.replays, self.declined)
+            self._budget.spend(self.replays, _GAVE_WAY if self.gave_way else self.declined)
+            self.gave_way = False
             started = time.perf_counter()
             try:
                 self._guarded = GuardedFunction(self._call, self._run)

@@ -98,6 +98,7 @@ class UpdateStep:
         self._config, self._log = config, log
         self._pool = GraphPool(streams)
         self._budget = CaptureBudget()
+        self._declined: Refusal | None = None  # why what was captured last is of no use
         self._composed = config.compile
         self._updates: OrderedDict[_Key, _Update] = OrderedDict()
         self._latest: _Update | None = None
@@ -246,7 +247,8 @@ class UpdateStep:
         self._composed |= changed == CONSTANTS
         del self._updates[key]
         update.recording.release()
-        raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
+        self._declined = Refusal(f"{changed} changed since the capture")
+        raise RefusedError(self._declined, passing=True)
 
     def _capture(
         self, params: list[torch.nn.Parameter], grads: list[torch.Tensor], found: list[torch.Tensor | None]
@@ -278,7 +280,7 @@ class UpdateStep:
     def _spend(self, key: _Key) -> None:
         """Counts a capture, unless it is of static gradients not met before: there are few for each recorded call."""
         if key in self._captured or not any(key[1]):
-            self._budget.spend(self.replays)
+            self._budget.spend(self.replays, self._declined)
         self._captured.add(key)
 
     def _release_stale(self) -> None:

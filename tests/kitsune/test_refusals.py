@@ -562,6 +562,21 @@ def test_max_graphs(form: str) -> None:
     assert training.status().graphs == 2
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_what_makes_captures_too_many_is_told(form: str) -> None:
+    """Also where it is that there are more signatures than graphs are kept."""
+    training = compare(
+        form,
+        max_graphs=1,
+        steps=24,
+        batches=lambda index: batch(index, size=2 + (index // 2) % 2),
+        replays=1,
+    )
+    reasons = [reason for reason in training.status().refusals if "a 5th time" in reason]
+    assert reasons
+    assert all("given way to those of other signatures" in reason for reason in reasons)
+
+
 # What is captured
 
 
