@@ -6,7 +6,8 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,9 @@ class DropInLoop:
     signature are decided on together: their iterations run eagerly or replayed, and are timed from
     the first call to the end of `step`.
 
-    At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first.
+    At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first. Where graphs
+    keep their memory, a call before the backward pass of an earlier one has graphs of its own, as if of another
+    signature.
 
     Args:
         only: the modules whose calls are replayed; None for the outermost ones that own trained parameters.
@@ -85,6 +88,7 @@ class DropInLoop:
         self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
         self._taken: list[TakenOver] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
+        self._most_pending = max(config.max_graphs // 2, 1)  # of one signature
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
         self._latest_updated = False
@@ -157,8 +161,8 @@ class DropInLoop:
         if (mode := refuse_function_modes()) is not None:
             self._log.add(RefusedError(mode, passing=True))
             return eager(args, kwargs)
-        key = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
-        step = self._latest = self._steps.get(key, partial(self._make, module, call))
+        signature = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
+        step = self._latest = self._step_of(signature, partial(self._make, module, call))
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -175,6 +179,14 @@ class DropInLoop:
             step.watch_backward(output)
         self._note_call(step, choice)
         return output
+
+    def _step_of(self, signature: Hashable, make: Callable[[], SplitStep]) -> SplitStep:
+        """The step of a signature whose memory is not in use; the last one where all that may be are."""
+        for place in range(self._most_pending):
+            step = self._steps.get((signature, place), make)
+            if not step.is_pending():
+                break
+        return step
 
     def _note_call(self, step: SplitStep, choice: Choice) -> None:
         """A call of `step` in this iteration ran as `choice`; if they differ, all of them count as eager."""
@@ -244,8 +256,11 @@ class DropInLoop:
             step.settle()
 
     def _finish_iteration(self) -> None:
-        for step, (choice, count) in self._iteration.items():
-            step.chooser.finish(choice, count)
+        num_calls = Counter[torch.nn.Module]()
+        for step, (_, count) in self._iteration.items():
+            num_calls[step.module] += count
+        for step, (choice, _) in self._iteration.items():
+            step.chooser.finish(choice, num_calls[step.module])
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)
         self._has_called = bool(self._iteration)

@@ -93,6 +93,10 @@ class SplitStep(GuardedStep):
         """Whether operators of the captured graphs have been fused."""
         return self._graphs is not None and self._graphs.program.is_rewritten
 
+    def is_pending(self) -> bool:
+        """Whether there are graphs, whose memory the backward pass of the latest call may still need."""
+        return self._graphs is not None and self._graphs.is_pending()
+
     @property
     def has_new_cases(self) -> bool:
         """Whether gradients of the latest backward pass will lie elsewhere from the next one on."""
@@ -281,7 +285,11 @@ class SplitStep(GuardedStep):
             raise RefusedError(_other_autocast(), passing=True)
         elif self._graphs.is_pending():
             raise RefusedError(
-                Refusal("the model is called again before the backward pass of its last call"), passing=True
+                Refusal(
+                    "the model is called again before the backward pass of its last call",
+                    remedy="a larger max_graphs lets more of such calls have graphs of their own",
+                ),
+                passing=True,
             )
         self._consider_improving(graph, flat)
         return self._graphs

@@ -41,10 +41,13 @@ def programs(draw: st.DrawFn, form: str) -> Program:
     # In a loop, the gradient of a shared weight with a penalty has three terms, and a replay adds up the model's first.
     if not (in_a_loop and shares_weights(layers)) and draw(st.booleans()):
         losses.insert(draw(st.integers(0, len(losses))), "penalty")
+    # Of a weight with several terms, a replay adds up those of each call first.
+    may_call_again = in_a_loop and not shares_weights(layers) and "penalty" not in losses
     return Program(
         inputs=draw(st.sampled_from(("features", "images", "tokens"))),
         layers=layers,
         unused=draw(st.booleans()),
+        calls=draw(st.sampled_from((1, 1, 2, 3))) if may_call_again else 1,
         losses=tuple(losses),
         optimizer=optimizer,
         options=options,

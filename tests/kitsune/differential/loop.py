@@ -80,7 +80,8 @@ class Run:
 
     def share_replayed(self) -> float:
         """Of the forward and backward passes."""
-        return self.training.status().replays / (self.program.iterations * self.program.micro_batches)
+        calls = self.program.iterations * self.program.micro_batches * self.program.calls
+        return self.training.status().replays / calls
 
     def set(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies values into parameters and optimizer state, which are named as they are observed."""

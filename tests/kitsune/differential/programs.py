@@ -29,6 +29,7 @@ class Program:
         inputs: `"features"`, `"images"` or `"tokens"`.
         layers: those between the first one, which fits the inputs, and the last, which is linear.
         unused: whether the model has parameters that its forward pass does not use.
+        calls: of the model for each backward pass; of all but the first it is asked that they agree with that.
         losses: names in `LOSSES`, whose sum is minimized.
         optimizer: a name in `torch.optim`; `options` go to it, and `bias_options` to a group of its own for all
             parameters of one dimension, where they are given.
@@ -51,6 +52,7 @@ class Program:
     inputs: str = "features"
     layers: tuple[Layer, ...] = ()
     unused: bool = False
+    calls: int = 1
     losses: tuple[str, ...] = ("cross_entropy",)
     optimizer: str = "SGD"
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.05, "fused": True})
@@ -249,11 +251,13 @@ LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
 def loss_of(program: Program, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The output of the model and the loss."""
     # With autocast's cache, the gradients of a shared weight are added up in bfloat16 by hand, in float32 by a replay.
-    cache = not shares_weights(program.layers)
+    cache = not shares_weights(program.layers) and program.calls == 1
     dtype = getattr(torch, program.autocast or "bfloat16")
     with torch.autocast(x.device.type, dtype, enabled=program.autocast is not None, cache_enabled=cache):
         output = model(x)
+        others = [model(x.roll(number, 0)) for number in range(1, program.calls)]
         losses = [LOSSES[name](model, output, y) for name in program.losses]
+        losses += [functional.mse_loss(other, output) for other in others]
         return output, sum(losses[1:], losses[0])
 
 

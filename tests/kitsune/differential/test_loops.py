@@ -46,6 +46,8 @@ FEATURES: dict[str, Callable[[Program, Run], bool]] = {
     "loss deferred": lambda program, run: program.defer_loss,
     "loss replayed": lambda program, run: run.num_losses_replayed > 0,
     "checkpoint": lambda program, run: has_checkpoint(program.layers),
+    "several calls": lambda program, run: program.calls > 1,
+    "several calls, static memory": lambda program, run: program.calls > 1 and program.static_memory,
     "static memory": lambda program, run: program.static_memory,
     "static memory, loss replayed": lambda program, run: program.static_memory and run.num_losses_replayed > 0,
 }
