@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness import asv_process, context
-from harness.own_models import OwnModel, encoded
+from harness.own_models import OwnModel, WorkloadError, encoded
 from harness.project import Project
 from harness.revisions import has_parent, is_ancestor
 from harness.rows import Change, Comparison, Contrast
+from harness.run_plan import own_models
 from harness.selection import ComparisonError
 from harness.stats import Verdict
 
@@ -86,7 +88,7 @@ def search(comparison: Comparison, change: Change | Contrast, project: Project) 
         change: one of the regressions.
 
     Raises:
-        ComparisonError: there is no line of history from base to head.
+        ComparisonError: there is no line of history from base to head, or a workload of the user's cannot be built.
     """
     assert comparison.base is not None
     base, head = comparison.base.sha, comparison.head.sha
@@ -107,10 +109,24 @@ def search(comparison: Comparison, change: Change | Contrast, project: Project) 
         context.CASES_VARIABLE: change.case.name,
         context.VARIANTS_VARIABLE: " ".join(measured),
     }
-    source = comparison.reproduction.workloads.get(change.case.model)
-    if source is not None:
-        sizes = {change.case.device: change.case.batch}
-        own = OwnModel(change.case.model, str(source), sizes, {name: (size,) for name, size in sizes.items()})
-        variables[context.WORKLOADS_VARIABLE] = encoded([own])
+    if change.case.model in comparison.reproduction.workloads:
+        own = _own_models(comparison.reproduction.workloads.values(), project)
+        if change.case.name not in [case.name for model in own for case in model.cases()]:
+            raise ComparisonError(f"no workload has the case {change.case.name} any more")
+        variables[context.WORKLOADS_VARIABLE] = encoded(own)
     command = asv_process.command(project.configuration, "find", commits, benchmark, "--show-stderr")
     return Search(tuple(command), variables, change)
+
+
+def _own_models(sources: Iterable[object], project: Project) -> tuple[OwnModel, ...]:
+    """All of the user's models, as runs have them: asv drops what it knows of cases that are no parameters of it."""
+    try:
+        return own_models([_in(project.root, str(source)) for source in sources], project)
+    except WorkloadError as error:
+        raise ComparisonError(f"asv cannot search without the workloads that were measured: {error}") from error
+
+
+def _in(root: Path, source: str) -> str:
+    """A workload's source as it is found from any working directory."""
+    path, found, function = source.rpartition(":")
+    return f"{root / path}:{function}" if found and path.endswith(".py") else source

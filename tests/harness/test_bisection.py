@@ -1,6 +1,7 @@
 """What ``asv find`` is given to search a regression with."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from harness.bisection import WORST, Search, chosen, search
 from harness.comparison import compare
+from harness.own_models import OwnModel, decoded
 from harness.project import Project
 from harness.rows import Change, Comparison, Contrast
 from harness.selection import ComparisonError
@@ -16,6 +18,7 @@ from harness.store import Store
 from tests.harness import sample
 from tests.harness.repository import git
 from tests.harness.sample import COMMITS, GPU_MACHINE
+from tests.harness.test_workloads import GOOD
 
 
 @pytest.fixture
@@ -76,6 +79,34 @@ def test_nothing_but_the_variant_and_its_control_is_measured(project: Project) -
         "HARNESS_CASES": "lenet-b64",
         "HARNESS_VARIANTS": f"{found.change.control} kitsune_trainstep_amp",
     }
+
+
+def test_own_models_have_all_their_cases_as_in_runs(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asv would drop what it has of others, or call them failed."""
+    monkeypatch.chdir(project.root.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = project.root / "mine.py"
+    small = GOOD.replace("tiny", "small").replace("build", "build_small")
+    file.write_text(GOOD.replace('{"cpu": 4}', "{'cpu': 4, 'cuda': 64}, {'cuda': (16, 64, 128)}") + small)
+    comparison = comparison_of(project, slowdown=1.3)
+    workloads = {"tiny": "mine.py:build", "small": "mine.py:build_small"}
+    comparison = replace(comparison, reproduction=replace(comparison.reproduction, workloads=workloads))
+    change = chosen(comparison, WORST)
+    change = replace(change, case=replace(change.case, model="tiny", name="tiny-b64"))
+
+    found = search(comparison, change, project)
+    assert decoded(found.variables["HARNESS_WORKLOADS"]) == (
+        OwnModel("tiny", "mine.py:build", {"cpu": 4, "cuda": 64}, {"cpu": (4,), "cuda": (16, 64, 128)}),
+        OwnModel("small", "mine.py:build_small", {"cpu": 4}, {"cpu": (4,)}),
+    )
+    assert found.variables["HARNESS_CASES"] == "tiny-b64"
+
+    file.write_text(GOOD + small)
+    with pytest.raises(ComparisonError, match="no workload has the case tiny-b64 any more"):
+        search(comparison, change, project)
+    file.write_text(GOOD)
+    with pytest.raises(ComparisonError, match=r"cannot search without the workloads .* no function 'build_small'"):
+        search(comparison, change, project)
 
 
 @pytest.mark.parametrize(
