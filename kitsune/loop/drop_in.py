@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -193,6 +192,10 @@ class DropInLoop:
         earlier, count = self._iteration.get(step, (choice, 0))
         self._iteration[step] = (choice if choice == earlier else "eager", count + 1)
 
+    def _num_calls(self, module: torch.nn.Module) -> int:
+        """How many there were in this iteration, of which some may have been replayed."""
+        return sum(count for step, (_, count) in self._iteration.items() if step.module is module)
+
     def step(self) -> None:
         """`optimizer.step()`, and the end of the iteration. Where gradients overflow in float16 there is neither."""
         self._has_stepped = True
@@ -256,11 +259,8 @@ class DropInLoop:
             step.settle()
 
     def _finish_iteration(self) -> None:
-        num_calls = Counter[torch.nn.Module]()
-        for step, (_, count) in self._iteration.items():
-            num_calls[step.module] += count
         for step, (choice, _) in self._iteration.items():
-            step.chooser.finish(choice, num_calls[step.module])
+            step.chooser.finish(choice, self._num_calls(step.module))
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)
         self._has_called = bool(self._iteration)

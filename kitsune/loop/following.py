@@ -295,7 +295,7 @@ class Following:
             try:
                 self._compute()
             except _ERRORS as error:
-                self._failure = error.with_traceback(None)
+                self._failure = error
             self._is_open = False
 
     def _known(
@@ -395,7 +395,7 @@ class Following:
         if len(self._values) == len(self._layouts) + count:
             return
         if self._failure is not None:  # what was given has been overwritten since
-            raise self._failure
+            raise self._failure.with_traceback(None)
         if not self._is_unchanged():
             raise RuntimeError(CHANGED)
         self._run_call()
