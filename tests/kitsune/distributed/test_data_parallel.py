@@ -72,6 +72,13 @@ def test_it_is_replayed(name: str, ranks: list[dict[str, Found]]) -> None:
     assert all(count >= (STEPS - 8 if place != alone else 0) for place, count in enumerate(replays)), replays
 
 
+def test_each_of_several_calls_is_replayed(ranks: list[dict[str, Found]]) -> None:
+    for rank in ranks:
+        status = rank["several calls before a backward pass"][2]
+        assert status["fallbacks"] == 0
+        assert status["replays"] >= 2 * STEPS - 6
+
+
 @pytest.mark.support("Several processes", "find_unused_parameters, static_graph; FSDP", "plain PyTorch, with a reason")
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dict[str, Found]]) -> None:

@@ -7,8 +7,8 @@ It runs every scenario twice, by plain PyTorch and with Kitsune, from equal seed
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -321,16 +321,39 @@ def a_static_graph(run: Run) -> None:
         run.step(index)
 
 
-@scenario
-def static_memory_on_the_cpu(run: Run) -> None:
+@contextmanager
+def _static_memory_on_the_cpu(run: Run) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if run.device.type == "cpu":
             static_memory.install(patch)
+        yield
+        if run.accelerated:
+            run.optimizer._loop.close()
+
+
+@scenario
+def static_memory_on_the_cpu(run: Run) -> None:
+    with _static_memory_on_the_cpu(run):
         run.build(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
         for index in range(STEPS):
             run.step(index)
-        if run.accelerated:
-            run.optimizer._loop.close()
+
+
+@scenario
+def several_calls_before_a_backward_pass(run: Run) -> None:
+    """Also without reduction, to which later gradients are added."""
+    with _static_memory_on_the_cpu(run):
+        run.build(bucket_cap_mb=1e-4)
+        assert isinstance(run.model, DistributedDataParallel)
+        for index in range(STEPS):
+            run.optimizer.zero_grad()
+            if index % 4 == 3:
+                with run.model.no_sync():
+                    (run.loss(index + 200) + run.loss(index + 300)).backward()
+            loss = run.loss(index) + run.loss(index + 100)
+            loss.backward()
+            run.note(loss)
+            run.optimizer.step()
 
 
 def main(rank: int, size: int, folder: Path) -> None:
