@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,9 +62,19 @@ def test_a_sleep_takes_its_time(milliseconds: int) -> None:
     assert milliseconds * 1e3 <= us <= milliseconds * 1e3 * 3 + 5e3
 
 
-def test_short_calls_are_repeated_more_often_than_long_ones() -> None:
-    short, long = Counted(lambda: None), Counted(lambda: time.sleep(2e-3))
-    assert 0 < device_us(short, CPU) < device_us(long, CPU)
+def test_short_calls_are_repeated_more_often_than_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_us = 0.0
+
+    def takes(us: float) -> Counted:
+        def pass_time() -> None:
+            nonlocal now_us
+            now_us += us
+
+        return Counted(pass_time)
+
+    monkeypatch.setattr(timer_module, "time", SimpleNamespace(perf_counter=lambda: now_us / 1e6))
+    short, long = takes(1.0), takes(2000.0)
+    assert (device_us(short, CPU), device_us(long, CPU)) == pytest.approx((1.0, 2000.0))
     assert short.calls > 100 > 10 >= long.calls
 
 
