@@ -26,9 +26,7 @@ def refuse_surroundings() -> Refusal | None:
     """None if nothing around the present call wants to see its operators one by one."""
     if (hooks := refuse_global_hooks()) is not None:
         return hooks
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")
-    if (mode := refuse_function_modes()) is not None:
+    if (mode := refuse_modes()) is not None:
         return mode
     if torch.is_anomaly_enabled():
         return Refusal("anomaly detection is on, which would not see the functions of a replay")
@@ -64,6 +62,13 @@ def surrounding_facts() -> list[Fact]:
         attribute(forward_ad, "_current_level"),
         *dynamo_facts(),
     ]
+
+
+def refuse_modes() -> Refusal | None:
+    """None if no mode is active that would see the operators, or the functions, of what is replayed."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")
+    return refuse_function_modes()
 
 
 def refuse_function_modes() -> Refusal | None:

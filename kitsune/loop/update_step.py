@@ -15,7 +15,7 @@ from kitsune.background import refuse_recording
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.capture.trace import same_layout, trace
-from kitsune.capture.watch import is_profiled
+from kitsune.capture.watch import is_profiled, refuse_modes
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
@@ -108,6 +108,9 @@ class UpdateStep:
     def replay(self) -> bool:
         """Updates the parameters that have a gradient; False, with nothing done, if that has to run eagerly."""
         if self.refusal is not None:
+            return False
+        if (mode := refuse_modes()) is not None:
+            self._log.add(RefusedError(mode, passing=True))
             return False
         if self._repeat():
             self.replays += 1

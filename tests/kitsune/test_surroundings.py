@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,6 +217,39 @@ def test_a_dispatch_mode_sees_every_operator(form: str) -> None:
     counters: dict[str, FlopCounterMode] = {}
     compare(form, steps=9, edit=edit, replays=4)
     assert counters[form].get_total_flops() == counters["eager"].get_total_flops() > 0
+
+
+class Names(TorchDispatchMode):
+    """Notes the operators whose names begin alike."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(function).startswith(self.prefix):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("start", [0, 5], ids=["from the beginning", "later"])
+def test_a_dispatch_mode_around_updates_sees_those_of_the_optimizer(start: int) -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss_fn(training.model(x), y)
+        loss.backward()
+        index = training.memo["index"] = training.memo.get("index", -1) + 1
+        names = training.memo.setdefault("names", Names("aten._fused_adam"))
+        with names if start <= index < start + 4 else nullcontext():
+            training.optimizer.step()
+        seen[training.form] = names.seen
+        return loss.detach()
+
+    seen: dict[str, list[str]] = {}
+    training = compare("drop_in", steps=10, loop=loop)
+    assert seen["drop_in"] == seen["eager"] == ["aten._fused_adam_.default"] * 4
+    assert "update" in training.status().covered
 
 
 # Transformations of the model in use
