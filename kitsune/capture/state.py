@@ -297,7 +297,7 @@ class Binding:
             params = [param for param in group["params"] if id(param) in wanted]
             if not params:
                 continue
-            state = {name: [self._state(param, name) for param in params] for name in self._rule.state_names(group)}
+            state = {name: [self._moment(param, name) for param in params] for name in self._rule.state_names(group)}
             steps = [self._step(param) for param in params] if self._rule.has_step else []
             for name in self._rule.scalar_names():
                 state[name] = [self._scalar(param, index, name) for param in params]
@@ -347,6 +347,14 @@ class Binding:
             shape = tuple(param.shape)
             refusal = Refusal(f"the optimizer has no state {name!r} yet for a parameter of shape {shape}")
             raise RefusedError(refusal, passing=True)
+        return value
+
+    def _moment(self, param: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """State of the parameter's shape, of its dtype: with another one some of torch's updates raise."""
+        value = self._state(param, name)
+        if value.dtype != param.dtype:
+            reason = f"the optimizer's state {name!r} is of {value.dtype}, and a parameter of {param.dtype}"
+            raise RefusedError(Refusal(reason), passing=True)
         return value
 
     def _step(self, param: torch.nn.Parameter) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import swa_utils
 
-from tests.kitsune.training import FORMS, Batch, Net, Training, adam, batch, compare, sgd
+from tests.kitsune.training import FORMS, Batch, Net, Training, adam, batch, compare, net_and_adam, sgd
 
 pytestmark = pytest.mark.parametrize("form", FORMS)
 
@@ -183,6 +183,21 @@ def test_the_model_changes_its_dtype(form: str) -> None:
         return batch(index, dtype=torch.float64 if index >= 3 else torch.float32)
 
     compare(form, steps=8, edit=edit, batches=batches, replays=4, rtol=1e-6, atol=1e-8)
+
+
+def test_the_model_alone_changes_its_dtype(form: str) -> None:
+    """Where the state of the optimizer does not, torch's Adam raises."""
+    errors = {}
+    for kind in ("eager", form):
+        training = Training(kind, *net_and_adam())
+        training.run(5)
+        training.model.double()
+        for index in range(5, 8):
+            (x, y), _ = batch(index, dtype=torch.float64)
+            with pytest.raises(RuntimeError) as caught:
+                training.step(x, y)
+        errors[kind] = str(caught.value)
+    assert errors[form] == errors["eager"]
 
 
 # Hyperparameters

@@ -307,6 +307,17 @@ def test_parameters_in_another_layout_than_their_state_are_composed() -> None:
     assert Binding(optimizer, [param]).style == "composed"
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adadelta])
+def test_parameters_of_another_dtype_than_their_state_are_left_to_torch(kind: type[torch.optim.Optimizer]) -> None:
+    """Which raises, or rounds in its own way."""
+    params, optimizer = pair(kind)
+    for param in params:
+        param.data = param.data.double()
+    with pytest.raises(RefusedError, match=r"is of torch\.float32, and a parameter of torch\.float64") as caught:
+        Binding(optimizer, params)
+    assert caught.value.passing
+
+
 def test_complex_parameters_are_refused() -> None:
     param = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     optimizer = torch.optim.Adam([param], lr=0.1)
