@@ -62,10 +62,13 @@ class FollowedTensor(Tensor):
 
     Without a `place` it lies in the memory of one that has one, or is known by nothing but that it is followed. What
     `torch.compile` makes of functions calls torch's functions with it as ever.
+
+    `is_edited` of one that is pending tells that its value may have got another shape, or have been detached, since.
     """
 
     follower: Follower
     place: int | None
+    is_edited = False
 
     @classmethod
     @_never_compiled
@@ -77,7 +80,8 @@ class FollowedTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        follower = None if function in _METADATA else _follower((*args, *kwargs.values()))
+        is_known = function in _METADATA and not (args and args[0].is_edited)
+        follower = None if is_known else _follower((*args, *kwargs.values()))
         if follower is None:
             with plainly():
                 return function(*args, **kwargs)
@@ -151,6 +155,13 @@ def pending(layout: TensorLayout, follower: Follower, place: int) -> PendingTens
 def valued(argument: Any) -> Any:
     """`argument` with values for pending tensors, in lists, tuples and dictionaries too."""
     return _mapped(argument, lambda one: one.follower.value(one.place) if isinstance(one, PendingTensor) else one)
+
+
+def note_edit(arguments: tuple[Any, ...]) -> None:
+    """A function that takes them may change them in place."""
+    for argument in arguments:
+        if isinstance(argument, PendingTensor):
+            argument.is_edited = True
 
 
 def unfollowed(argument: Any) -> Any:

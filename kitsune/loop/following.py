@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kitsune.capture.following import FollowedTensor, PendingTensor, followed, pending, plainly, valued
+from kitsune.capture.following import FollowedTensor, PendingTensor, followed, note_edit, pending, plainly, valued
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
 from kitsune.capture.watch import is_watched
@@ -215,6 +215,7 @@ class Following:
         self._pending: dict[int, weakref.ref[PendingTensor]] = {}
         self._is_open = True
         self._is_spent = False
+        self._without_gradient: set[int] = set()  # of the results of a replayed backward pass, those nobody has had
         self._failure: Exception | None = None  # why there are no results
 
     def outputs(self, differentiable: Sequence[bool]) -> list[Tensor]:
@@ -275,11 +276,11 @@ class Following:
             self._run_call()
         elif place not in self._values:
             self._compute()
-        value = self._values[place]
-        if not self._is_spent or not torch.is_grad_enabled():
-            return value
-        spent: Tensor = _Spent.apply(value, torch.empty((), requires_grad=True))  # type: ignore[no-untyped-call]
-        return spent
+        if place in self._without_gradient and torch.is_grad_enabled():
+            self._without_gradient.remove(place)
+            value = self._values[place].data  # with a version of its own: somebody may have saved the other
+            self._values[place] = _Spent.apply(value, torch.empty((), requires_grad=True))  # type: ignore[no-untyped-call]
+        return self._values[place]
 
     def reveal(self) -> None:
         if self._call is not None:
@@ -411,6 +412,8 @@ class Following:
             if function in _READS:
                 with torch.no_grad():
                     return function(*valued(args), **valued(kwargs))
+            if _may_change(function, kwargs):
+                note_edit((*args, *kwargs.values()))
             args, kwargs = valued(args), valued(kwargs)
             if function in AS_PLAIN:
                 args = (args[0].as_subclass(Tensor), *args[1:])
@@ -458,7 +461,7 @@ class Following:
         values = {place: value.detach() for place, value in self._values.items()}
         self._values = {**results, **values}
         self._end(alive)
-        self._is_spent = True
+        self._is_spent, self._without_gradient = True, set(self._values)
         return True
 
     def _alive(self) -> list[int]:
@@ -501,7 +504,8 @@ class _Spent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
-        return value.clone()
+        ctx.mark_dirty(value)  # it is the same tensor from then on, which may be edited
+        return value
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> None:

@@ -131,6 +131,66 @@ def test_intermediate_results_are_kept(device: torch.device, replays: Callable[[
     assert replays() == REPLAYED
 
 
+def test_results_are_edited_after_the_backward_pass(device: torch.device, replays: Callable[[], int]) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = stepped(loop, functional.cross_entropy(out, y))
+        before = out.detach()
+        out.view(-1)[:2].zero_()
+        loss.mul_(2)
+        with torch.no_grad():
+            out[1] = 5
+        return out, loss, before, loss.item()
+
+    alike(body, device)
+    assert replays() == REPLAYED
+
+
+def test_what_a_result_was_saved_as_is_not_edited_by_looking_at_it(
+    device: torch.device, replays: Callable[[], int]
+) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        stepped(loop, functional.cross_entropy(out, y))
+        weight = torch.ones(3, device=device, requires_grad=True)
+        product = (weight * out.detach()).sum()
+        total = out.sum()
+        product.backward()
+        return total, weight.grad
+
+    alike(body, device)
+    assert replays() == REPLAYED
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_results_get_other_shapes(when: str, device: torch.device) -> None:
+    """In place, so that nobody else is told."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = functional.cross_entropy(out, y)
+        if when == "before" and loop.index > 4:
+            out.unsqueeze_(0)
+        stepped(loop, loss)
+        if when == "after":
+            out.t_()
+            loss.unsqueeze_(0)
+        return list(out.shape), out.stride(), len(out), list(loss.shape), out, loss
+
+    alike(body, device)
+
+
+def test_losses_are_detached_after_the_backward_pass(device: torch.device) -> None:
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loss = stepped(loop, functional.cross_entropy(loop.model(x), y))
+        if loop.index > 3:
+            loss.detach_()
+            return loss.requires_grad, loss.is_leaf, loss.cpu().numpy().item(), loss + 1
+        return loss
+
+    alike(body, device)
+
+
 def test_losses_are_added_up(device: torch.device, replays: Callable[[], int]) -> None:
     """With their graphs, as careless loops do; nothing can be differentiated a second time."""
 
