@@ -44,6 +44,7 @@ from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
 _DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep  # where it has its own forms of Python's functions
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _KITSUNE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -444,11 +445,12 @@ _WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., m
 
 def _refusal(error: Exception) -> Refusal:
     stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
-    own = [frame for frame in stack or () if not frame.filename.startswith((_DYNAMO, _KITSUNE))]
-    culprit = None
-    if own:
-        frame = own[-1]
-        culprit = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+    run = [frame for frame in stack or () if not frame.filename.startswith((_DYNAMO, _KITSUNE))]
+    own = [frame for frame in run if not frame.filename.startswith(_TORCH)]
+    lines = dict.fromkeys(
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in (*own[-1:], *run[-1:])
+    )  # the user's, and torch's where that calls on
+    culprit = " -> ".join(lines) or None
     said, remedy = first_line(error), None
     for switch, refusal in _SWITCHED_OFF.items():
         if switch in said:
@@ -457,6 +459,8 @@ def _refusal(error: Exception) -> Refusal:
         said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
     if "data-dependent expression" in said:
         said = "what Python does depends on the values of a tensor"
+    if said == "Observed exception":  # a later line says which
+        said = str(error).partition("Developer debug context: ")[2].partition("\n")[0] or said
     if "marked as skipped" in said:  # the next line says which function
         said = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
         said = said.strip().removeprefix("Explanation: ")

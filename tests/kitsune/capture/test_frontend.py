@@ -146,6 +146,41 @@ def test_the_culprit_is_a_line_of_the_users() -> None:
         call(torch.ones(2))
 
 
+def masked_encoder() -> nn.Module:
+    """Looks whether its mask is a causal one, on which an option of its attention depends."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False)
+
+
+def test_the_culprit_is_a_line_of_the_users_and_the_one_of_torchs_that_it_led_to() -> None:
+    encoder = masked_encoder()
+
+    def function(x: Tensor, mask: Tensor) -> Tensor:
+        output: Tensor = encoder(x, mask=mask)
+        return output
+
+    call, _ = guarded(function)
+    lines = r"\[\S*test_frontend\.py:\d+ in function: output.* -> \S*activation\.py:\d+ in forward"
+    with pytest.raises(RefusedError, match=f"the values of a tensor {lines}"):
+        call(torch.ones(3, 1, 4), torch.zeros(3, 3))
+
+
+def test_the_culprit_in_a_model_of_torchs_own_is_its_line() -> None:
+    call, _ = guarded(nn.TransformerEncoder.forward)
+    with pytest.raises(RefusedError, match=r"values of a tensor \[\S*activation\.py:\d+ in forward"):
+        call(masked_encoder(), torch.ones(3, 1, 4), torch.zeros(3, 3))
+
+
+def test_an_exception_that_dynamo_observes_is_told() -> None:
+    def function(x: Tensor) -> Tensor:
+        raise ValueError("too few dimensions")
+
+    call, _ = guarded(function)
+    with pytest.raises(
+        RefusedError, match=r"raised exception ValueError\('too few dimensions'\) \[\S*test_frontend\.py"
+    ):
+        call(torch.ones(2))
+
+
 class Interceptions:
     """Counts the calls that go through Dynamo's interception of frames."""
 
