@@ -212,12 +212,10 @@ def run(script: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[st
     ],
 )
 def test_a_process_that_ends_waits_for_what_has_begun_only(script: str, error: str) -> None:
-    """Where all jobs would take 100 seconds."""
-    started = time.monotonic()
+    """Where all jobs would take 100 seconds, longer than `run` waits."""
     done = run(script)
     assert (done.returncode == 0) == (not error)
     assert done.stderr.strip().endswith(error) if error else not done.stderr
-    assert time.monotonic() - started < 30
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")

@@ -27,7 +27,7 @@ from kitsune.memory.prefetch import Pass, Prefetch
 from tests.kitsune.training import Training, batch, net_and_adam
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-TIMEOUT_S = 20  # of waits that end at once unless something is broken
+TIMEOUT_S = 60  # of waits that end at once unless something is broken
 
 Pair = namedtuple("Pair", ["first", "second"])
 
