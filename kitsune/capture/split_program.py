@@ -114,7 +114,7 @@ def _traced(
         return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
 
     tangents = [layout.empty().zero_() for layout in layouts]
-    module = trace(joint, [*map(_leaf, flat), *tangents])
+    module = trace(joint, [*flat, *tangents])
     look_for_random_state(module)
     recompute(module, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     lay_out_as_foreseen(module, [*flat, *tangents])
@@ -175,11 +175,6 @@ def _owned(
     laid = {place: grad if place < num_flat else layouts[place - num_flat].fit(grad) for place, grad in grads.items()}
     likes = [inputs[place] if place < num_flat else grad for place, grad in laid.items()]
     return own_gradients(likes, list(laid.values()), inputs)
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """An input as if it was computed from nothing: a view of another input would lead gradients on to that."""
-    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def _drop_tangents(module: fx.GraphModule, num_flat: int, used: Collection[int]) -> None:

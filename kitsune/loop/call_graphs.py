@@ -213,12 +213,10 @@ class CallGraphs:
         """The gradients of `part`, from the inputs of the call and by autograd, as it would at present."""
         assert self.again is not None
         with torch.enable_grad(), torch.autocast(flat[0].device.type, enabled=False):
-            # Where one input is computed from another, the way between them is not this call's.
-            entries = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in flat]
-            outputs = self.again(*entries)
+            outputs = self.again(*flat)
         roots = [outputs[self._outputs[root]] for root in part.roots]
         used = [index for index, tangent in enumerate(tangents) if tangent is not None]
-        inputs = [entries[place] for place in part.gradient_places]
+        inputs = [flat[place] for place in part.gradient_places]
         weights = [tangents[index] for index in used]
         return list(
             torch.autograd.grad(
