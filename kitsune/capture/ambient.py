@@ -6,7 +6,8 @@ the functions that are called here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,33 @@ def ambient_facts(device: torch.device) -> list[Fact]:
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """What autocast computes in at present, on devices of a kind; None where it is off."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@contextmanager
+def regions_left() -> Iterator[None]:
+    """Leaves what a captured function has entered, of autocast and `no_grad`, also where an exception ends it.
+
+    In a graph of Dynamo's, entering and leaving are functions among others.
+    """
+    grad, cached, depth = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), _autocast_depth()
+    switches = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_cache_enabled(cached)
+        for kind, enabled, dtype in switches:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        while _autocast_depth() > depth:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+
+def _autocast_depth() -> int:
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 def _readings(device: torch.device) -> tuple[Reading, ...]:

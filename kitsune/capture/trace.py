@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -11,6 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from kitsune.capture.ambient import regions_left
 from kitsune.capture.fills import FILLS
 from kitsune.capture.recomputing import BACKWARD
 from kitsune.capture.sole import sole_capture
@@ -38,7 +38,8 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
             the midst of a capture.
     """
     try:
-        with sole_capture(), fx.traceback.preserve_node_meta(), _without_autocast_cache():
+        with sole_capture(), fx.traceback.preserve_node_meta(), regions_left():
+            torch.set_autocast_cache_enabled(False)  # it would outlive the tracing and hold fake tensors
             module = make_fx(function, decomposition_table=FILLS, tracing_mode="fake")(*inputs)
     except RefusedError:
         raise
@@ -65,17 +66,6 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence
     """Runs `graph` node by node, so that what is traced meanwhile remembers the user's source lines."""
     result: Sequence[torch.Tensor] = fx.Interpreter(graph).run(*inputs)
     return result
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Autocast's cache of casts would outlive the tracing and hold fake tensors."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
 
 
 def gradients(

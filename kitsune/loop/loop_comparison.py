@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from kitsune.capture.ambient import regions_left
 from kitsune.execution.in_order import with_copies
 from kitsune.loop.alive import Alive
 from kitsune.loop.guarded_step import Call
@@ -69,7 +70,7 @@ class CallComparison:
             name: one.detach().requires_grad_(tensor.requires_grad)
             for (name, tensor), one in zip(self._inputs.items(), copies, strict=True)
         }
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        with regions_left(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             results = self._results(given, self._graph(*given.values()))
         if seed is None:
             self._exact = results

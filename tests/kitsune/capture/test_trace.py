@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import _enter_autocast
 from torch.nn import functional
 
 from kitsune.capture.trace import gradients, own_gradients, trace
@@ -85,6 +87,30 @@ def test_a_refusal_from_inside_keeps_its_reason() -> None:
     with pytest.raises(RefusedError, match="my reason") as caught:
         trace(function, [torch.ones(3)])
     assert caught.value.passing
+
+
+@pytest.mark.parametrize(
+    "around", [nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["outside", "inside"]
+)
+def test_regions_are_left_where_tracing_ends_within_them(around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Functions that Dynamo has recorded enter and leave them by calls."""
+
+    def state() -> tuple[object, ...]:
+        depth = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return depth, enabled, dtype, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+
+    def function(x: Tensor) -> list[Tensor]:
+        _enter_autocast("cpu", torch.float16, True, True)
+        torch._C._set_grad_enabled(False)
+        raise ValueError("midway")
+
+    with around():
+        before = state()
+        with pytest.raises(RefusedError, match="midway"):
+            trace(function, [torch.ones(2)])
+        assert state() == before
 
 
 def test_gradients_are_taken_outside_of_autocast() -> None:
