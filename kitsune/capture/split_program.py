@@ -114,7 +114,7 @@ def _traced(
         return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
 
     tangents = [layout.empty().zero_() for layout in layouts]
-    module = trace(joint, [*flat, *tangents])
+    module = trace(joint, [*map(_no_view, flat), *tangents])
     look_for_random_state(module)
     recompute(module, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     lay_out_as_foreseen(module, [*flat, *tangents])
@@ -175,6 +175,11 @@ def _owned(
     laid = {place: grad if place < num_flat else layouts[place - num_flat].fit(grad) for place, grad in grads.items()}
     likes = [inputs[place] if place < num_flat else grad for place, grad in laid.items()]
     return own_gradients(likes, list(laid.values()), inputs)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """An input without what it is a view of, which autograd would lead its gradient on to: the user's own does that."""
+    return tensor.detach().requires_grad_() if tensor._is_view() and tensor.requires_grad else tensor
 
 
 def _drop_tangents(module: fx.GraphModule, num_flat: int, used: Collection[int]) -> None:

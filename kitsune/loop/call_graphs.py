@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from kitsune.capture.ambient import autocast_dtype
+from kitsune.capture.ambient import autocast_dtype, regions_left
 from kitsune.capture.layout import TensorLayout, copied
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
@@ -212,11 +212,13 @@ class CallGraphs:
     ) -> list[torch.Tensor | None]:
         """The gradients of `part`, from the inputs of the call and by autograd, as it would at present."""
         assert self.again is not None
-        with torch.enable_grad(), torch.autocast(flat[0].device.type, enabled=False):
-            outputs = self.again(*flat)
+        with regions_left(), torch.enable_grad(), torch.autocast(flat[0].device.type, enabled=False):
+            # Where one input is computed from another, the way between them is not this call's.
+            entries = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in flat]
+            outputs = self.again(*entries)
         roots = [outputs[self._outputs[root]] for root in part.roots]
         used = [index for index, tangent in enumerate(tangents) if tangent is not None]
-        inputs = [flat[place] for place in part.gradient_places]
+        inputs = [entries[place] for place in part.gradient_places]
         weights = [tangents[index] for index in used]
         return list(
             torch.autograd.grad(

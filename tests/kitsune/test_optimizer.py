@@ -455,6 +455,40 @@ def test_an_argument_that_requires_a_gradient() -> None:
     compare("drop_in", loop=loop, steps=8, replays=8)
 
 
+class Shifted(Net):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) + shift
+
+
+@pytest.mark.parametrize("defer_loss", [False, True])
+@pytest.mark.parametrize(
+    "shift",
+    [
+        lambda model, _x: model.first.bias[:3],
+        lambda model, _x: model.first.weight.t()[0, 1:4],
+        lambda _model, x: x[0, :3],
+    ],
+    ids=["of a parameter", "of a view of a parameter", "of another argument"],
+)
+def test_an_argument_is_a_view(shift: Callable[[Net, Tensor], Tensor], defer_loss: bool) -> None:
+    """Its gradient goes on to what it is a view of by way of autograd, once."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        x = x.clone().requires_grad_()
+        loss = training.loss_fn(training.model(x, shift(training.model, x)), y)
+        loss.backward()
+        training.optimizer.step()
+        assert x.grad is not None
+        return torch.stack([loss.detach(), x.grad[0].sum()])
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Shifted()
+        return model, adam(model)
+
+    compare("drop_in", build, loop=loop, defer_loss=defer_loss)
+
+
 def test_an_argument_is_no_leaf_any_more() -> None:
     class Asking(Net):
         def forward(self, x: Tensor) -> Tensor:

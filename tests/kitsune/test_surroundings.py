@@ -418,6 +418,22 @@ def test_a_lazy_gradient_penalty_with_a_reused_argument() -> None:
     compare("drop_in", conditional_and_adam, loop=loop, steps=13, replays=0, rtol=1e-5, atol=1e-6)
 
 
+def test_a_lazy_gradient_penalty_with_an_argument_that_is_computed_from_another() -> None:
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        count = training.memo["count"] = training.memo.get("count", 0) + 1
+        training.optimizer.zero_grad()
+        x = x.clone().requires_grad_()
+        loss = training.loss_fn(training.model(x, x.square() + training.model.last.bias.sum()), y)
+        if count % 6 == 0:
+            (grad,) = torch.autograd.grad(loss, [x], create_graph=True)
+            loss = loss + grad.square().sum()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    compare("drop_in", conditional_and_adam, loop=loop, steps=8, replays=0, rtol=1e-5, atol=1e-6)
+
+
 def test_a_lazy_gradient_penalty_after_its_argument_was_edited() -> None:
     """The call would have to be repeated on values that are gone: an error, and no wrong gradient."""
 
