@@ -51,12 +51,9 @@ def is_profiled() -> bool:
 
 def surrounding_facts() -> list[Fact]:
     """What must stay for `refuse_surroundings` to answer as it does."""
-    modes = range(torch._C._len_torch_function_stack())
     return [
         *global_hook_facts(),
-        result(torch._C._len_torch_dispatch_stack),
-        result(torch._C._len_torch_function_stack),
-        *(result(torch._C._get_function_stack_at, place) for place in modes),
+        *mode_facts(),
         result(torch.is_anomaly_enabled),
         result(torch._C._autograd._top_saved_tensors_default_hooks, True),
         attribute(forward_ad, "_current_level"),
@@ -69,6 +66,16 @@ def refuse_modes() -> Refusal | None:
     if torch._C._len_torch_dispatch_stack() > 0:
         return Refusal("a TorchDispatchMode is active, which would not see the operators of a replay")
     return refuse_function_modes()
+
+
+def mode_facts() -> list[Fact]:
+    """What must stay for `refuse_modes` to answer as it does."""
+    places = range(torch._C._len_torch_function_stack())
+    return [
+        result(torch._C._len_torch_dispatch_stack),
+        result(torch._C._len_torch_function_stack),
+        *(result(torch._C._get_function_stack_at, place) for place in places),
+    ]
 
 
 def refuse_function_modes() -> Refusal | None:

@@ -15,7 +15,7 @@ from kitsune.background import refuse_recording
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.capture.trace import same_layout, trace
-from kitsune.capture.watch import is_profiled, refuse_modes
+from kitsune.capture.watch import is_profiled, mode_facts, refuse_modes
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
@@ -109,9 +109,6 @@ class UpdateStep:
         """Updates the parameters that have a gradient; False, with nothing done, if that has to run eagerly."""
         if self.refusal is not None:
             return False
-        if (mode := refuse_modes()) is not None:
-            self._log.add(RefusedError(mode, passing=True))
-            return False
         if self._repeat():
             self.replays += 1
             return True
@@ -155,9 +152,9 @@ class UpdateStep:
 
     def _run(self) -> None:
         self._latest = None
-        hooks = refuse_hooks(self._optimizer)
-        if hooks is not None:
-            raise RefusedError(hooks, passing=True)
+        watcher = refuse_modes() or refuse_hooks(self._optimizer)
+        if watcher is not None:
+            raise RefusedError(watcher, passing=True)
         params, grads = self._params_and_grads()
         slots = self._slots_in_place(grads)
         key = (tuple(map(id, params)), _addresses(slots))
@@ -189,6 +186,7 @@ class UpdateStep:
             param for group in self._optimizer.param_groups for param in group["params"] if id(param) not in taken
         ]
         facts = [
+            *mode_facts(),
             *hook_facts(self._optimizer),
             *update.recording.facts(len(taken)),
             *(attribute(param, "grad") for param in others),
