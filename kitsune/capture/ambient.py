@@ -37,15 +37,18 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 @contextmanager
 def regions_left() -> Iterator[None]:
-    """Leaves what a captured function has entered, of autocast and `no_grad`, also where an exception ends it.
+    """Leaves what a captured function has entered: regions of autocast, `no_grad`, and transforms of `torch.func`.
 
-    In a graph of Dynamo's, entering and leaving are functions among others.
+    It leaves them itself, but where an exception ends it: in a graph of Dynamo's, entering and leaving are functions
+    among others.
     """
     grad, cached, depth = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), _autocast_depth()
+    levels = _C._functorch.get_dynamic_layer_stack_depth()
     switches = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     try:
         yield
     finally:
+        _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)  # as Dynamo does
         torch.set_grad_enabled(grad)
         torch.set_autocast_cache_enabled(cached)
         for kind, enabled, dtype in switches:

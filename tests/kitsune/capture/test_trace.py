@@ -99,11 +99,13 @@ def test_regions_are_left_where_tracing_ends_within_them(around: Callable[[], Ab
         depth = torch.autocast_increment_nesting()
         torch.autocast_decrement_nesting()
         enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        return depth, enabled, dtype, torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        levels = torch._C._functorch.get_dynamic_layer_stack_depth()
+        return depth, enabled, dtype, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), levels
 
     def function(x: Tensor) -> list[Tensor]:
         _enter_autocast("cpu", torch.float16, True, True)
         torch._C._set_grad_enabled(False)
+        torch._C._functorch._vmap_increment_nesting(3, "error")
         raise ValueError("midway")
 
     with around():
