@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`. `torch.compile` with a backend of one's own
-is public. What is not: exceptions that tell the line that could not be captured, the switch that
-guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which
-functions a call runs, that it asks whether it is being compiled, which functions keep their results, the advice that
-Dynamo gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `causal_masks`. `torch.compile` with a backend of one's
+own is public. What is not: exceptions that tell the line that could not be captured, the switch that guards hooks, the
+switches that keep numbers drawn on the host from being frozen, the guards, which functions a call runs, that it asks
+whether it is being compiled, which functions keep their results, the advice that Dynamo gives, and its marks on
+tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
+from kitsune.capture import causal_masks
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -128,10 +129,11 @@ class GuardedFunction:
         if not self._called.hold():
             self.stale = True
             raise RefusedError(_CHANGED, passing=True)
+        is_captured = self._graph is not None
         try:
             if self._direct is not None and self._direct.fits(args):
                 result = self._direct.run(*args)
-            elif self._graph is not None:
+            elif is_captured:
                 with sole_capture():  # what Dynamo has compiled refuses to run while anything is traced
                     result = self._compiled(*args)
                 if not self._is_direct_sought:
@@ -143,10 +145,10 @@ class GuardedFunction:
                 found = [fact for function, owner in called for fact in called_facts(function, owner)]
                 self._called_facts = tuple({(fact.kind, id(fact.subject), fact.key): fact for fact in found}.values())
                 self._called = facts_type()(self._called_facts)
-        except exc.FailOnRecompileLimitHit as error:
-            self.stale = True
-            raise RefusedError(_CHANGED, passing=True) from error
         except exc.TorchDynamoException as error:
+            if is_captured:  # Dynamo tries again only after a guard has failed
+                self.stale = True
+                raise RefusedError(_CHANGED, passing=True) from error
             # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
             passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
             raise RefusedError(_refusal(error), passing=passing) from error
@@ -364,13 +366,16 @@ def _refuse_marks(args: Sequence[Any]) -> None:
 
 
 def _noting(called: _Called) -> Any:
-    """What Dynamo calls to look into a function, but that it is noted down."""
+    """What Dynamo calls to look into a function, but that it is noted down, and answered where the answer is known."""
     inline: Callable[..., Any] = InliningInstructionTranslator.inline_call
 
     def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
         with suppress(NotImplementedError):  # what the call itself makes, and what has no class
             subject = getattr(function, "obj", None) or (args[0] if args else None)
             called[function.get_function(), _owner(subject)] = None
+            known = causal_masks.answer(function.get_function(), args, kwargs)
+            if known is not None:
+                return known
         return inline(parent, function, args, kwargs, **options)
 
     return inline_call
@@ -421,10 +426,11 @@ def _refuse_kept_results() -> Any:
 
 def _said_once() -> list[Any]:
     """What says nothing when it is called again, as eager calls came first: methods that `transformers` gives loggers,
-    and warnings, unless a filter shows each of them.
+    and warnings, unless a filter shows each of them. NumPy has one for its own, but is not called in a graph.
     """
     methods = [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
-    if any(action in ("always", "all") for action, *_ in warnings.filters):
+    shown = [category for action, _, category, *_ in warnings.filters if action in ("always", "all")]
+    if any(category.__module__.partition(".")[0] != "numpy" for category in shown):
         return methods
     return [*methods, warnings.warn]
 

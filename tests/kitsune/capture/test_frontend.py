@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -123,6 +124,7 @@ def test_warnings_that_are_shown_once_are_in_nobodys_way(action: Literal["defaul
     with warnings.catch_warnings(record=True) as shown:
         warnings.resetwarnings()
         warnings.simplefilter(action)
+        warnings.simplefilter("always", numpy.exceptions.RankWarning)  # as NumPy does
         function(torch.ones(2))
         with nullcontext() if action == "default" else pytest.raises(RefusedError, match="not one graph"):
             assert [call(torch.ones(2)).tolist() for _ in range(2)] == [[2.0, 2.0]] * 2
@@ -146,28 +148,23 @@ def test_the_culprit_is_a_line_of_the_users() -> None:
         call(torch.ones(2))
 
 
-def masked_encoder() -> nn.Module:
-    """Looks whether its mask is a causal one, on which an option of its attention depends."""
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 4), 1, enable_nested_tensor=False)
-
-
 def test_the_culprit_is_a_line_of_the_users_and_the_one_of_torchs_that_it_led_to() -> None:
-    encoder = masked_encoder()
+    softmax = nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4])
 
-    def function(x: Tensor, mask: Tensor) -> Tensor:
-        output: Tensor = encoder(x, mask=mask)
-        return output
+    def function(x: Tensor, labels: Tensor) -> Tensor:
+        output, _ = softmax(x, labels)
+        return cast(Tensor, output)
 
     call, _ = guarded(function)
-    lines = r"\[\S*test_frontend\.py:\d+ in function: output.* -> \S*activation\.py:\d+ in forward"
+    lines = r"\[\S*test_frontend\.py:\d+ in function: output.* -> \S*adaptive\.py:\d+ in forward"
     with pytest.raises(RefusedError, match=f"the values of a tensor {lines}"):
-        call(torch.ones(3, 1, 4), torch.zeros(3, 3))
+        call(torch.ones(3, 4), torch.tensor([0, 3, 5]))
 
 
 def test_the_culprit_in_a_model_of_torchs_own_is_its_line() -> None:
-    call, _ = guarded(nn.TransformerEncoder.forward)
-    with pytest.raises(RefusedError, match=r"values of a tensor \[\S*activation\.py:\d+ in forward"):
-        call(masked_encoder(), torch.ones(3, 1, 4), torch.zeros(3, 3))
+    call, _ = guarded(nn.AdaptiveLogSoftmaxWithLoss.forward)
+    with pytest.raises(RefusedError, match=r"values of a tensor \[\S*adaptive\.py:\d+ in forward"):
+        call(nn.AdaptiveLogSoftmaxWithLoss(4, 6, [2, 4]), torch.ones(3, 4), torch.tensor([0, 3, 5]))
 
 
 def test_an_exception_that_dynamo_observes_is_told() -> None:

@@ -1,0 +1,207 @@
+"""Masks of torch's transformers: a capture knows whether one is the causal one, or it is asked again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kitsune.capture import causal_masks
+from tests.kitsune.training import FORMS, Batch, Training, adam, compare
+
+LENGTH = 5
+STEPS = 8
+
+causal = nn.Transformer.generate_square_subsequent_mask
+
+
+def by_comparison(model: nn.Module, x: Tensor) -> Tensor:
+    """As in tutorials."""
+    mask = (torch.triu(torch.ones(x.shape[1], x.shape[1], device=x.device)) == 1).transpose(0, 1)
+    return mask.float().masked_fill(mask == 0, float("-inf")).masked_fill(mask == 1, 0.0)
+
+
+def boolean(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+
+
+MADE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "made": lambda model, x: causal(x.shape[1]).to(x.device),
+    "made by comparison": by_comparison,
+    "boolean": boolean,
+    "written to": lambda model, x: torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu_(1),
+    "everything is seen": lambda model, x: torch.zeros(x.shape[1], x.shape[1], device=x.device),
+    "kept": lambda model, x: model.kept,
+    "a part of what is kept": lambda model, x: model.large[: x.shape[1], : x.shape[1]],
+}
+
+
+class Masked(nn.Module):
+    """Two transformer layers, with the mask that `mask` makes of the model and the input, or that is given."""
+
+    def __init__(self, mask: Callable[[nn.Module, Tensor], Tensor] | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(4, 3)
+        self.mask = mask
+        self.kept = causal(LENGTH)
+        self.register_buffer("large", causal(2 * LENGTH))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.mask is not None:
+            mask = self.mask(self, x)
+        output: Tensor = self.last(self.encoder(x, mask)).mean(1)
+        return output
+
+
+def masked(
+    mask: Callable[[nn.Module, Tensor], Tensor] | None = None, dropout: float = 0.2, device: str = "cpu"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Masked(mask, dropout).to(device)
+    return model, adam(model)
+
+
+def sequences(index: int, *masks: Tensor, device: str = "cpu") -> Batch:
+    generator = torch.Generator().manual_seed(index)
+    x, y = torch.randn(3, LENGTH, 4, generator=generator), torch.randint(3, (3,), generator=generator)
+    return tuple(tensor.to(device) for tensor in (x, *masks, y)), {}
+
+
+@pytest.mark.support("Models", "torch's transformers with masks, told which is causal or not", "replayed")
+@pytest.mark.parametrize("kind", MADE)
+def test_masks_that_the_model_has(kind: str) -> None:
+    compare("drop_in", partial(masked, MADE[kind]), steps=STEPS, batches=sequences)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_that_are_given(form: str) -> None:
+    """Anew at each step, as tutorials make them."""
+    compare(form, masked, steps=STEPS, batches=lambda index: sequences(index, causal(LENGTH)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["made", "given", "a part of what is kept"])
+@pytest.mark.parametrize("form", FORMS)
+def test_masks_on_a_gpu(form: str, kind: str) -> None:
+    build = partial(masked, MADE.get(kind), 0.0, "cuda")  # eager and replays draw other numbers there
+    masks = [causal(LENGTH)] if kind == "given" else []
+    compare(
+        form, build, steps=STEPS, batches=lambda index: sequences(index, *masks, device="cuda"), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_that_is_given_becomes_another_one(form: str) -> None:
+    masks = [causal(LENGTH)] * 5 + [torch.zeros(LENGTH, LENGTH)] * 5 + [causal(LENGTH).roll(1, 0)] * 2
+    compare(form, masked, steps=12, batches=lambda index: sequences(index, masks[index]), replays=6)
+
+
+@pytest.mark.parametrize("kind", ["kept", "a part of what is kept"])
+def test_a_mask_that_is_kept_is_written_to(kind: str) -> None:
+    def edit(training: Training, index: int) -> None:
+        if index == 5:
+            for mask in (training.model.kept, training.model.large):
+                mask[0, 1] = 0.0  # type: ignore[index, operator]
+
+    compare("drop_in", partial(masked, MADE[kind]), steps=10, batches=sequences, edit=edit, replays=6)
+
+
+def test_a_mask_that_is_kept_is_replaced() -> None:
+    def edit(training: Training, index: int) -> None:
+        if index == 5:
+            training.model.kept = torch.zeros(LENGTH, LENGTH)
+
+    compare("drop_in", partial(masked, MADE["kept"]), steps=10, batches=sequences, edit=edit, replays=6)
+
+
+def set_afterwards(model: nn.Module, x: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+    mask[0, 1] = float("-inf")
+    return mask
+
+
+REFUSED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "random": lambda model, x: (torch.rand(x.shape[1], x.shape[1]) < 0.5).float(),
+    "of two tensors": lambda model, x: model.kept + x[0, 0, 0],
+    "set afterwards": set_afterwards,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_masks_of_which_it_cannot_be_known(kind: str) -> None:
+    training = compare("drop_in", partial(masked, REFUSED[kind]), steps=4, batches=sequences, replays=0)
+    assert training.status().replays == 0
+    assert "values of a tensor" in str(training.status().refusals)
+
+
+def test_the_same_tensor_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time the device is waited for."""
+    asked: list[int] = []
+    detect = causal_masks._detect
+
+    def counting(mask: Tensor, hint: None, length: int) -> bool:
+        asked.append(length)
+        return detect(mask, hint, length)
+
+    training = Training("drop_in", *masked())
+    kept = causal(LENGTH)
+    training.run(4, lambda index: sequences(index, kept))
+    monkeypatch.setattr(causal_masks, "_detect", counting)
+    training.run(4, lambda index: sequences(index, kept))
+    assert not asked
+    training.run(4, lambda index: sequences(index, causal(LENGTH)))
+    assert asked == [LENGTH] * 4
+
+
+class Translator(nn.Module):
+    """With all masks that `nn.Transformer` takes, but that of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(9, 4)
+        self.transformer = nn.Transformer(4, 2, 1, 1, 8, dropout=0.1, batch_first=True)
+        self.last = nn.Linear(4, 9)
+
+    def forward(self, source: Tensor, target: Tensor, *masks: Tensor) -> Tensor:
+        x, y = self.tokens(source), self.tokens(target)
+        hidden = self.transformer(x, y, masks[0], masks[1], None, masks[2], masks[3], masks[2])
+        output: Tensor = self.last(hidden).transpose(1, 2)
+        return output
+
+
+def translations(index: int) -> Batch:
+    generator = torch.Generator().manual_seed(index)
+    source, target = (torch.randint(1, 9, (3, length), generator=generator) for length in (LENGTH, LENGTH + 1))
+    source[0, 3:], target[1, 4:] = 0, 0
+    given = target[:, :-1]
+    masks = torch.zeros(LENGTH, LENGTH, dtype=torch.bool), causal(LENGTH) != 0, source == 0, given == 0
+    return (source, given, *masks, target[:, 1:]), {}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_translation(form: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Translator()
+        return model, adam(model)
+
+    loss_fn: Any = partial(functional.cross_entropy, ignore_index=0)
+    compare(form, build, steps=STEPS, batches=translations, loss_fn=loss_fn)
+
+
+def test_nothing_is_kept_alive() -> None:
+    def train() -> tuple[weakref.ref[Tensor], weakref.ref[nn.Module]]:
+        training, mask = Training("drop_in", *masked()), causal(LENGTH)
+        training.run(4, lambda index: sequences(index, mask))
+        return weakref.ref(mask), weakref.ref(training.model)
+
+    references = train()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
