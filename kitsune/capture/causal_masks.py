@@ -141,6 +141,14 @@ def _name(node: fx.Node) -> str:
 
 
 def _guard(builder: Any, guard: Any, question: _Question) -> None:
-    """Makes Dynamo ask, of what it finds where the mask's tensor came from."""
+    """Makes Dynamo ask before each call, of what it finds where the mask's tensor came from.
+
+    At the root, as Dynamo does not look at the tensors of a module to which nothing was assigned.
+    """
+    place, variables_of_modules = compile(guard.name, "<guard>", "eval"), builder.scope["G"]
+
+    def holds(variables: dict[str, Any]) -> bool:
+        return question.has_same_answer(eval(place, {"G": variables_of_modules, "L": variables}))
+
     text = ["the attention mask is the causal one, or is not, as before"]
-    builder.get_guard_manager(guard).add_lambda_guard(question.has_same_answer, text, guard.user_stack)
+    builder.guard_manager.root.add_lambda_guard(holds, text, guard.user_stack)

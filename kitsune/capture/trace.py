@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from kitsune.capture.ambient import regions_left
 from kitsune.capture.fills import FILLS
+from kitsune.capture.host_constants import fold
 from kitsune.capture.recomputing import BACKWARD
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import Refusal, RefusedError
@@ -31,7 +32,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
 
     Tracing computes on fake tensors: nothing is read from or written to `inputs`, and no random
     number is drawn. Views, in-place writes and operators that draw random numbers stay as they are; assignments of a
-    number by a mask become fills.
+    number by a mask become fills, and what is copied from the host that is constant there, an attribute.
 
     Raises:
         RefusedError: the function cannot be traced, or what was traced is not a legal graph; or another thread is in
@@ -46,6 +47,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, AssertionError) as error:
         # Fake tensors stand for the user's values, so any operator may object in its own way.
         raise RefusedError(_refusal(error)) from error
+    fold(module)
     refusal = refuse_graph(module.graph)
     if refusal is not None:
         raise RefusedError(refusal)

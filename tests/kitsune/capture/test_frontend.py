@@ -173,7 +173,7 @@ def test_an_exception_that_dynamo_observes_is_told() -> None:
 
     call, _ = guarded(function)
     with pytest.raises(
-        RefusedError, match=r"raised exception ValueError\('too few dimensions'\) \[\S*test_frontend\.py"
+        RefusedError, match=r"raised exception ValueError\(.*too few dimensions.*\) \[\S*test_frontend\.py"
     ):
         call(torch.ones(2))
 
