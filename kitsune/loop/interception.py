@@ -73,7 +73,7 @@ class ModuleFinder:
             self._missing &= {id(param) for module in self._only for param in module.parameters()}
         _takers.take(self._missing, taker)
         self._taker = weakref.ref(taker)
-        self._examined: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = PATIENCE_STEPS
         self._given_up: Refusal | None = None
         self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
@@ -125,14 +125,16 @@ class ModuleFinder:
 
     def _examine(self, module: torch.nn.Module, *, is_running: bool) -> None:
         taker = self._taker()
-        if module in self._examined or taker is None or not self._missing:
+        if taker is None or not self._missing:
             return
-        self._examined.add(module)
         if isinstance(module, DistributedDataParallel):
-            taker.wraps(module)
+            if module not in self._wrappers:
+                self._wrappers.add(module)
+                taker.wraps(module)
             return
         if self._only is not None and compiled_inside(module) not in self._only:
             return
+        # There may be none in this call and some in the next one, as others stand in for them in a functional_call.
         present = self._missing & set(map(id, module.parameters()))
         self._missing -= present
         if not self._missing:

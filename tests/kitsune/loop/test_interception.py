@@ -84,6 +84,17 @@ def test_a_module_without_any_of_the_parameters_is_passed_over() -> None:
     finder.stop()
 
 
+def test_a_module_whose_parameters_others_stand_in_for_at_first() -> None:
+    model, taker = Net(), Taker()
+    finder = ModuleFinder(model.parameters(), taker)
+    others = {name: param.detach() * 2 for name, param in model.named_parameters()}
+    torch.func.functional_call(model, others, (X,))
+    assert taker.modules == []
+    model(X)
+    assert taker.modules == [model]
+    finder.stop()
+
+
 def test_the_search_waits_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are passed over then, as if Dynamo looked at them."""
     model, taker = Net(), Taker()
