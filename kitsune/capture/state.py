@@ -37,15 +37,16 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> Refusal | None:
-    """None if `optimizer.step()` is torch's own and runs no hooks of the user's.
+    """None if `optimizer.step()` is that of its class, as written there, and runs no hooks of the user's.
 
     The hook dictionaries have no public reader, and `lr_scheduler` patches `step` to count calls.
     """
-    step = vars(optimizer).get("step")
-    if step is not None:
-        inner = inspect.unwrap(step) if hasattr(step, "_wrapped_by_lr_sched") else step
-        if inner is not inspect.unwrap(type(optimizer).step):
-            return Refusal("optimizer.step was replaced")
+    usual = type(optimizer).step
+    step = vars(optimizer).get("step", usual)
+    writers = {_package(type(optimizer).__module__), "torch"}
+    is_known = all(_writer(layer) in writers for layer in (*_layers(step), *_layers(usual)))
+    if inspect.unwrap(step) is not inspect.unwrap(usual) or not is_known:
+        return Refusal("optimizer.step was replaced")
     own = vars(optimizer)  # without hooks where a class leaves out `super().__init__()`
     hooks = (
         own.get("_optimizer_step_pre_hooks"),
@@ -78,13 +79,26 @@ def hook_facts(optimizer: torch.optim.Optimizer) -> list[Fact]:
     return [own, kind, *steps, *wrappers, *hooks, *(contents(fact.expected) for fact in hooks)]
 
 
+def _layers(function: Any) -> list[Any]:
+    """`function`, and what it wraps, down to what wraps nothing."""
+    layers = [function]
+    while hasattr(layers[-1], "__wrapped__"):
+        layers.append(layers[-1].__wrapped__)
+    return layers
+
+
+def _writer(function: Any) -> str:
+    """The package that `function` was written in, whatever it says of itself by `functools.wraps`."""
+    return _package(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def _wrapper_facts(function: Any) -> list[Fact]:
     """That `inspect.unwrap` finds what it finds."""
-    facts = []
-    while hasattr(function, "__wrapped__"):
-        facts.append(attribute(function, "__wrapped__"))
-        function = function.__wrapped__
-    return facts
+    return [attribute(layer, "__wrapped__") for layer in _layers(function)[:-1]]
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -361,3 +363,21 @@ def test_a_replaced_step_method() -> None:
     assert refusal is not None
     assert "step was replaced" in refusal.reason
     assert not facts.hold()
+
+
+def test_a_step_method_that_is_wrapped_by_others_than_torch() -> None:
+    """What wraps it may say that it is torch's (`functools.wraps`), and a scheduler may wrap that."""
+    _, optimizer = pair()
+    usual = type(optimizer).step
+
+    @functools.wraps(usual)
+    def noting(*args: Any) -> Any:
+        return usual(*args)
+
+    with mock.patch.object(torch.optim.Adam, "step", noting):
+        assert refuse_hooks(optimizer) is not None
+    assert refuse_hooks(optimizer) is None
+    optimizer.step = types.MethodType(noting, optimizer)  # type: ignore[method-assign]
+    assert refuse_hooks(optimizer) is not None
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert refuse_hooks(optimizer) is not None
