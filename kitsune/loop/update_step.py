@@ -229,6 +229,7 @@ class UpdateStep:
         grads = [param.grad for param in params if param.grad is not None]
         if not params:
             raise RefusedError(Refusal("no parameter has a gradient"), passing=True)
+        written = {tensor.data_ptr() for param in params for tensor in (param, *self._state_of(param))}
         for param, grad in zip(params, grads, strict=True):
             if grad.layout is not torch.strided:
                 reason = f"a gradient of shape {tuple(grad.shape)} is sparse, so the update runs eagerly"
@@ -237,7 +238,14 @@ class UpdateStep:
                 raise RefusedError(
                     Refusal(f"a gradient of shape {tuple(grad.shape)} is laid out unlike its parameter"), passing=True
                 )
+            if grad.data_ptr() in written and grad.numel():
+                reason = f"a gradient of shape {tuple(grad.shape)} lies where the update writes to"
+                raise RefusedError(Refusal(reason, remedy="give the parameter a copy"), passing=True)
         return params, grads
+
+    def _state_of(self, param: torch.nn.Parameter) -> list[torch.Tensor]:
+        values = self._optimizer.state.get(param, {}).values()
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def _refresh(self, key: _Key, update: _Update, inputs: list[torch.Tensor]) -> None:
         changed = update.binding.refresh()
@@ -269,7 +277,9 @@ class UpdateStep:
         if any(slot is not None for slot in found) or params[0].device.type == "cuda":
             slots = [torch.empty_like(grad) if slot is None else slot for grad, slot in zip(grads, found, strict=True)]
             copied = frozenset(place for place, slot in enumerate(found) if slot is None)
-        inputs = [*params, *_into_slots(grads, slots), *binding.inputs()]
+        # One tensor may be the gradient of several parameters now, for which tracing would read it ever after.
+        apart = [grad.detach() for grad in grads]
+        inputs = [*params, *_into_slots(apart, slots), *binding.inputs()]
         stable = set(range(len(inputs)))
         if not slots:
             stable -= set(range(count, 2 * count))

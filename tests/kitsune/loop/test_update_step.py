@@ -136,3 +136,45 @@ def test_how_far_apart_the_elements_of_one_are_does_not_matter() -> None:
     param.grad = torch.ones(4, 1, 3, 3).as_strided(param.shape, (9, 1, 3, 1))
     optimizer.step()
     assert update.replay(), update.refusal
+
+
+@pytest.mark.parametrize("kind", [sgd, adam])
+@pytest.mark.parametrize("is_of_state", [False, True])
+def test_a_gradient_where_the_update_writes_to(kind: Callable[..., torch.optim.Optimizer], is_of_state: bool) -> None:
+    """As of a penalty on the parameter itself: torch reads it operator by operator, each in its turn."""
+    model = Net().double()
+    optimizer = kind(model, fused=None, foreach=False)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    assert update.replay(), update.refusal
+    weight = model.first.weight
+    state = next(value for value in optimizer.state[weight].values() if value.shape == weight.shape)
+    weight.grad = state if is_of_state else weight.detach()
+    assert not update.replay()
+    weight.grad = weight.grad.clone()
+    assert update.replay(), update.refusal
+
+
+@pytest.mark.parametrize("kind", [sgd, adam])
+def test_a_gradient_that_two_parameters_share_when_the_update_is_captured(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """They share none afterwards."""
+    first, second = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = kind(torch.nn.ParameterList([first, second]))
+    first.grad = second.grad = torch.randn(3, dtype=torch.float64)
+    optimizer.step()
+    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    assert update.replay(), update.refusal
+    assert torch.equal(first, second)
+    first.grad, second.grad = first.grad * 2, first.grad * -3
+    twins = copy.deepcopy([first, second])
+    wanted = kind(torch.nn.ParameterList(twins))
+    wanted.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for twin, param in zip(twins, [first, second], strict=True):
+        twin.grad = param.grad
+    wanted.step()
+    assert update.replay(), update.refusal
+    torch.testing.assert_close([first, second], twins)
