@@ -179,6 +179,10 @@ class GuardedFunction:
             self._thread.ends_early = False
         raise AssertionError("a call without its graph raises")
 
+    def results(self, outputs: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the call returns, with the views of what its graph has given for `flat`."""
+        return outputs if self._ends is None else self._ends(*outputs, *flat)
+
     def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
         """What would make another call with `args` and `kwargs` pass the same objects to the graph as this one did.
 
@@ -199,8 +203,7 @@ class GuardedFunction:
         assert self._graph is not None
         if getattr(self._thread, "ends_early", False):
             raise _EndedEarly(self._graph, flat)
-        results = run(self._graph, flat)
-        return results if self._ends is None else self._ends(*results, *flat)
+        return self.results(run(self._graph, flat), flat)
 
     def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.

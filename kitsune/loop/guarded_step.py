@@ -29,13 +29,13 @@ class ReplayedApart(NamedTuple):
     """A replay of a call that nobody has got to see.
 
     Attributes:
-        graph: what Dynamo has recorded of the function.
+        graph: what Dynamo has recorded of the function, and the views that are taken of its outputs.
         flat: the graph's tensors.
         inputs: the same, or what stands for them, outside of the user's autograd graph.
         outputs: of the replay, computed from `inputs`.
     """
 
-    graph: fx.GraphModule
+    graph: Callable[..., Sequence[torch.Tensor]]
     flat: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
@@ -82,8 +82,17 @@ class GuardedStep(ABC):
         return self._try(lambda guarded: guarded(args, kwargs))
 
     def replay_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayedApart | None:
-        """Replays a call up to the outputs of its graph: what Python does beside is left out. None as `replay`."""
-        return self._try(lambda guarded: self._run_apart(*guarded.graph_of(args, kwargs)))[1]
+        """Replays a call up to the tensors that it returns: what Python does beside is left out. None as `replay`."""
+
+        def run(guarded: GuardedFunction) -> ReplayedApart:
+            replayed = self._run_apart(*guarded.graph_of(args, kwargs))
+
+            def graph(*flat: torch.Tensor) -> Sequence[torch.Tensor]:
+                return guarded.results(replayed.graph(*flat), flat)
+
+            return replayed._replace(graph=graph, outputs=guarded.results(replayed.outputs, replayed.inputs))
+
+        return self._try(run)[1]
 
     def describe(self) -> tuple[str, str]:
         """The mode of the latest call and its reason, as a `Status` gives them."""

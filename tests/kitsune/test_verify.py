@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -128,6 +128,34 @@ def test_a_wrong_gradient_of_a_loop_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert plain.run(6) == spoilt.run(6)
     (refusal,) = [one for one in spoilt.status().refusals if "differed" in one]
     assert ".grad" in refusal
+
+
+class Halves(Net):
+    """Gives two views of one tensor, as what encodes a mean and a variance does, and one of a parameter."""
+
+    def forward(self, x: Tensor) -> Any:
+        return *super().forward(x).chunk(2, 1), self.last.weight.t()
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_views_that_the_model_returns_are_compared(is_spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the replayed graph gives is what they are views of."""
+
+    def loss_fn(outputs: Sequence[Tensor], y: Tensor) -> Tensor:
+        return functional.cross_entropy(torch.cat(outputs[:2], 1), y) + outputs[2].pow(2).mean()
+
+    def run(form: str) -> tuple[list[float], Training]:
+        torch.manual_seed(0)
+        model = Halves()
+        done = Training(form, model, adam(model), loss_fn=loss_fn, verify=2)
+        return done.run(6), done
+
+    losses, _ = run("eager")
+    if is_spoilt:
+        spoil(monkeypatch, "first result", Halves())
+    found, done = run("drop_in")
+    assert found == losses
+    assert any("differed" in refusal for refusal in done.status().refusals) == is_spoilt
 
 
 @pytest.mark.parametrize("form", FORMS)
