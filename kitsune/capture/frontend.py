@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import threading
 import types
 import warnings
@@ -449,6 +450,10 @@ _SWITCHED_OFF = {
 """What Dynamo would have the user switch on, which would change nothing here."""
 
 
+_SKIPPED = re.compile(r"Developer debug context: module: (\S+), qualname: (\S+), skip reason")
+"""Of a function that Dynamo is told not to look into, where its message says which one it is."""
+
+
 _WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., model=)"
 
 
@@ -470,9 +475,14 @@ def _refusal(error: Exception) -> Refusal:
         said = "what Python does depends on the values of a tensor"
     if said == "Observed exception":  # a later line says which
         said = str(error).partition("Developer debug context: ")[2].partition("\n")[0] or said
-    if "marked as skipped" in said:  # the next line says which function
-        said = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
-        said = said.strip().removeprefix("Explanation: ")
+    if "marked as skipped" in said:  # later lines say which function
+        explained = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
+        found = _SKIPPED.search(str(error))
+        said = (
+            explained.strip().removeprefix("Explanation: ") if found is None else f"{found[1]}.{found[2]}() is called"
+        )
+    if "Failed to convert args/kwargs" in said:
+        said = "what torch is given is no tensor and no constant, as a torch.Generator or an array of NumPy"
     if "trace the builtin `" in said:
         name = said.split("`")[1].removeprefix("<unknown module>.").rstrip(".")
         said = f"{name}() is called, which is not written in Python"

@@ -148,6 +148,23 @@ class Energy(Net):
         return energy + force[:, :3]
 
 
+class Seeding(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return super().forward(x) + torch.rand(3)
+
+
+class Generating(Net):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(3, generator=self.generator)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,6 +197,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counter": (Counting, "captured a 5th time"),
     "lstm": (Recurrent, "a recurrent layer of torch is called"),
     "numpy": (Rounding, "use math or torch"),
+    "seed": (Seeding, "torch.random.manual_seed() is called"),
+    "generator": (Generating, "as a torch.Generator"),
     "size": (Selected, "depends on the values of a tensor"),
     "length": (Routed, "if len(rows)"),
     "gradients in the call": (Energy, "gradients are computed in the call"),
