@@ -35,6 +35,15 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+_LEAVE = {
+    _C._functorch.TransformType.Vmap: _C._functorch._vmap_decrement_nesting,
+    _C._functorch.TransformType.Grad: _C._functorch._grad_decrement_nesting,
+    _C._functorch.TransformType.Jvp: _C._functorch._jvp_decrement_nesting,
+    _C._functorch.TransformType.Functionalize: _C._functorch._func_decrement_nesting,
+}
+"""How `torch.func` leaves its transforms. What leaves all of them at once leaves twice as many in torch 2.11."""
+
+
 @contextmanager
 def regions_left() -> Iterator[None]:
     """Leaves what a captured function has entered: regions of autocast, `no_grad`, and transforms of `torch.func`.
@@ -48,7 +57,8 @@ def regions_left() -> Iterator[None]:
     try:
         yield
     finally:
-        _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(levels)  # as Dynamo does
+        while _C._functorch.get_dynamic_layer_stack_depth() > levels:
+            _LEAVE[_C._functorch.peek_interpreter_stack().key()]()
         torch.set_grad_enabled(grad)
         torch.set_autocast_cache_enabled(cached)
         for kind, enabled, dtype in switches:

@@ -129,15 +129,17 @@ def _can_be_made_again(nodes: Sequence[fx.Node]) -> bool:
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor) or (node.op not in _MAKING and "grapharg" not in node.meta):
             return False
-        writes[id(value)] += _name(node).endswith("_")
+        writes[id(value)] += _writes(node)
     return all(
         value._version == (writes[id(value)] if node.op in _MAKING else 0)
         for node, value in ((node, node.meta["example_value"]) for node in nodes)
     )
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+def _writes(node: fx.Node) -> bool:
+    """Whether its function writes to what it is given, as their names tell: `mul_`, and not `__eq__`."""
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _guard(builder: Any, guard: Any, question: _Question) -> None:

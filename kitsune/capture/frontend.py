@@ -364,8 +364,9 @@ def _strict_capture() -> Iterator[_Called]:
 
 def _refuse_marks(args: Sequence[Any]) -> None:
     """Before Dynamo does, which would log an error of its own."""
-    tensors = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
-    if any(getattr(tensor, "_dynamo_dynamic_indices", None) for tensor in tensors):
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    marks = ("_dynamo_dynamic_indices", "_dynamo_unbacked_indices")
+    if any(getattr(tensor, mark, None) for tensor in tensors for mark in marks):
         raise RefusedError(MARKED)
 
 
@@ -471,6 +472,10 @@ def _refusal(error: Exception) -> Refusal:
             said, remedy = refusal.reason, refusal.remedy
     if "wrap RNN" in said:
         said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
+    if "requires_grad_() call" in said:
+        said = "gradients are computed in the call (Tensor.requires_grad_)"
+    if "ScriptModules" in said:
+        said = "a module of torch.jit.script is called"
     if "data-dependent expression" in said:
         said = "what Python does depends on the values of a tensor"
     if said == "Observed exception":  # a later line says which

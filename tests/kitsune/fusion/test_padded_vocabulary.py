@@ -221,7 +221,7 @@ def test_what_is_written_through_a_view_is_seen() -> None:
 
 
 def with_bias(bias_of: Callable[[Tensor], Tensor], **options: int) -> Function:
-    """The loss of logits to which `bias_of` the weight is added, and gradients."""
+    """The loss of logits to which the bias is added that `bias_of` makes for the weight, and gradients."""
 
     def function(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Sequence[Tensor | None]:
         leaves = [tensor.to(torch.bfloat16).detach().requires_grad_() for tensor in (x, weight)]
@@ -252,8 +252,12 @@ def of_itself(operands: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]
         (layer(of_all, torch.bfloat16), 1300, PADDED),
         (layer(of_all, torch.bfloat16), 37, 37),
         (layer(of_all), NUM_CLASSES, NUM_CLASSES),
-        (with_bias(lambda weight: weight[:, 0]), NUM_CLASSES, PADDED),
-        (with_bias(lambda weight: weight[:, 0], alpha=2), NUM_CLASSES, NUM_CLASSES),
+        (with_bias(lambda weight: torch.linspace(-1, 1, len(weight), dtype=weight.dtype)), NUM_CLASSES, PADDED),
+        (
+            with_bias(lambda weight: torch.linspace(-1, 1, len(weight), dtype=weight.dtype), alpha=2),
+            NUM_CLASSES,
+            NUM_CLASSES,
+        ),
         (with_bias(lambda weight: weight[:8, :1]), NUM_CLASSES, NUM_CLASSES),
         (with_bias(lambda weight: weight[0, :1]), NUM_CLASSES, NUM_CLASSES),
         (of_itself(lambda x, weight: (x, weight, weight[:, 0])), NUM_CLASSES, NUM_CLASSES),

@@ -161,8 +161,8 @@ def test_wrong_calls(kind: Kind, copies: Copies) -> None:
 
 
 def test_nothing_is_held(kind: Kind, copies: Copies) -> None:
-    tensor = Bytes()
-    copy = kind(Bytes(), copies.address, lambda: 1, lambda: STREAM)
+    memory, tensor = Bytes(), Bytes()
+    copy = kind(memory, copies.address, lambda: 1, lambda: STREAM)
     parts = (tensor, tensor.dtype, tensor.shape, tensor.strides, tensor.device)
     before = list(map(sys.getrefcount, parts))
     for _ in range(100):
