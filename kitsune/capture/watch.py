@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
@@ -121,6 +122,41 @@ def refuse_parameter_hooks(params: Iterable[torch.Tensor]) -> Refusal | None:
             shape = tuple(param.shape)
             return Refusal(f"a parameter of shape {shape} has a gradient hook, which a replay would not run")
     return None
+
+
+def refuse_sending_hooks(params: Iterable[torch.Tensor]) -> Refusal | None:
+    """None if no parameter has a hook that may send its gradient to other processes.
+
+    There the hooks of all have to come in one order, and those of a replay come in another one than plain PyTorch's.
+    """
+    for param in _sent_by_hooks(params):
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            shape = tuple(param.shape)
+            problem = (
+                f"a parameter of shape {shape} has a gradient hook, which may send to other processes: those of a "
+                "replay come in another order, and other processes may not replay"
+            )
+            return Refusal(problem, remedy="let a DistributedDataParallel send the gradients")
+    return None
+
+
+def sending_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:
+    """What must stay for `refuse_sending_hooks` to answer as it does, in the same `DistributedDataParallel`."""
+    return [result(_has_peers), *parameter_hook_facts(_sent_by_hooks(params))]
+
+
+def _sent_by_hooks(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those whose gradients go to other processes by hooks, if at all: no `DistributedDataParallel` sends them."""
+    if not _has_peers():
+        return []
+    wrapper = DistributedDataParallel._active_ddp_module
+    reduced = set() if wrapper is None else set(map(id, wrapper._module_parameters))
+    return [param for param in params if id(param) not in reduced]
+
+
+def _has_peers() -> bool:
+    """Whether there are other processes to send anything to."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def parameter_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:

@@ -15,7 +15,13 @@ from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
-from kitsune.capture.watch import bucket_bytes, is_reduced, refuse_surroundings
+from kitsune.capture.watch import (
+    bucket_bytes,
+    is_reduced,
+    refuse_sending_hooks,
+    refuse_surroundings,
+    sending_hook_facts,
+)
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
@@ -249,12 +255,16 @@ class SplitStep(GuardedStep):
             attribute(self.chooser, "refusal"),
             result(is_reduced),
             *call_facts(self.module, flat[0].device),
+            *sending_hook_facts(self.module.parameters()),
             *graphs.forward.facts(len(flat)),
         ]
         try:
             return CallShortcut(repetition, facts, args, kwargs, graphs.stable)
         except LookupError:
             return None
+
+    def _refuse_call(self) -> Refusal | None:
+        return refuse_sending_hooks(self.module.parameters()) or super()._refuse_call()
 
     def _drop(self) -> None:
         if self._graphs is not None:

@@ -20,6 +20,7 @@ SECONDS = 240
 REFUSED = {
     "unused parameters are looked for": "find_unused_parameters",
     "a static graph": "static_graph",
+    "gradients sent by hooks": "may send to other processes",
     "sharded parameters": "DTensor",
     "flat sharded parameters": "the call is not one graph",
 }
@@ -79,7 +80,9 @@ def test_each_of_several_calls_is_replayed(ranks: list[dict[str, Found]]) -> Non
         assert status["replays"] >= 2 * STEPS - 6
 
 
-@pytest.mark.support("Several processes", "find_unused_parameters, static_graph; FSDP", "plain PyTorch, with a reason")
+@pytest.mark.support(
+    "Several processes", "find_unused_parameters, static_graph; FSDP; hooks that send", "plain PyTorch, with a reason"
+)
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dict[str, Found]]) -> None:
     for rank in ranks:

@@ -153,6 +153,21 @@ def gradients_sent_during_the_backward_pass(run: Run) -> None:
 
 
 @scenario
+def gradients_sent_by_hooks(run: Run) -> None:
+    """In one order everywhere, also where a rank has a batch of another shape."""
+
+    def send(param: Tensor) -> None:
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+
+    run.build(wrap=False)
+    for param in run.model.parameters():
+        param.register_post_accumulate_grad_hook(send)
+    for index in range(STEPS):
+        run.step(index, size=4 if run.rank == 1 and index in (5, 6, 9) else 6)
+
+
+@scenario
 def batch_norm_with_buffers_of_the_first_rank(run: Run) -> None:
     run.build(_normed)
     for index in range(STEPS):
