@@ -194,6 +194,9 @@ def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
         name = "static_graph" if wrapper.static_graph else "find_unused_parameters"
         problem = f"{place} has {name}: it looks at autograd's graph, of which a replay is one node"
         return Refusal(problem, remedy=f"{name}=False")
+    if wrapper._delay_all_reduce_params:
+        problem = f"{place} has delay_all_reduce_named_params, and sends their gradients at that of another parameter"
+        return Refusal(f"{problem}, which in a replay may come before theirs")
     if wrapper.mixed_precision is not None or wrapper._use_python_reducer:
         return Refusal(f"{place} casts parameters or has hooks on them, which a replay would not run")
     return None

@@ -20,6 +20,7 @@ SECONDS = 240
 REFUSED = {
     "unused parameters are looked for": "find_unused_parameters",
     "a static graph": "static_graph",
+    "gradients sent late": "delay_all_reduce_named_params",
     "gradients sent by hooks": "may send to other processes",
     "sharded parameters": "DTensor",
     "flat sharded parameters": "the call is not one graph",

@@ -336,6 +336,24 @@ def a_static_graph(run: Run) -> None:
         run.step(index)
 
 
+@scenario
+def gradients_sent_late(run: Run) -> None:
+    """Those of the last layer, at once, when that of the first one arrives."""
+
+    def wrap(net: nn.Module) -> nn.Module:
+        late = [(f"last.{name}", param) for name, param in net.get_submodule("last").named_parameters()]
+        first = net.get_parameter("first.weight")
+        return DistributedDataParallel(net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=first)
+
+    run.build_with(wrap)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        run.loss(index).backward()
+        dist.barrier()  # the wrapper does not wait
+        run.note()
+        run.optimizer.step()
+
+
 @contextmanager
 def _static_memory_on_the_cpu(run: Run) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
