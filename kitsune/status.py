@@ -65,7 +65,7 @@ class Status:
         gain: `eager_seconds / replay_seconds`.
         break_even_steps: replayed steps after which the setup has paid for itself.
         graphs: how many captured graphs are held.
-        replays: steps that were replayed.
+        replays: steps that were replayed; in a loop, calls of the model.
         fallbacks: steps (or parts of steps) that ran eagerly although a captured graph existed.
         refusals: what was not captured or not replayed, and why; each reason once.
         not_in_effect: options that were given, but change nothing.
