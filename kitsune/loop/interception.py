@@ -182,6 +182,11 @@ def _call_of(module: torch.nn.Module) -> Any:
     return getattr(module, _place(module))
 
 
+def _set_call(module: torch.nn.Module, call: object) -> None:
+    """Puts it there. Of `module` alone: wrappers pass on what is set of them to the module inside."""
+    torch.nn.Module.__setattr__(module, _place(module), call)
+
+
 class TakenOver(Interceptor):
     """Stands in for the call of one module, until another taker comes for any of the parameters.
 
@@ -200,7 +205,7 @@ class TakenOver(Interceptor):
         self._taker = weakref.ref(taker)
         self._params = [id(param) for param in module.parameters() if _takers.of(id(param)) is taker]
         self._changes = _takers.changes
-        setattr(module, _place(module), self)
+        _set_call(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
@@ -227,7 +232,7 @@ class TakenOver(Interceptor):
         """Lets calls be what they were, unless somebody else has taken them over since."""
         owner = self._owner()
         if owner is not None and _call_of(owner) is self:
-            setattr(owner, _place(owner), self.compiled)
+            _set_call(owner, self.compiled)
 
     def _is_newest(self, taker: CallTaker) -> bool:
         if not all(_takers.of(param) is taker for param in self._params):

@@ -56,6 +56,35 @@ def test_the_outermost_module_is_found_at_its_first_call() -> None:
     finder.stop()
 
 
+class Transparent(nn.Module):
+    """What is set of it is set of the module inside as well, as wrappers of libraries do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "inner" and "inner" in self._modules:
+            setattr(self.inner, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+def test_a_wrapper_that_passes_attributes_on_is_taken_over_alone() -> None:
+    model, taker = Transparent(nn.Linear(4, 3)), Taker()
+    taken = TakenOver(model, taker)
+    torch.testing.assert_close(model(X), model.inner(X) * 2)
+    assert taker.calls == 1
+    model.inner.compile(backend="eager")
+    compiled = model.inner._compiled_call_impl
+    taken.give_back()
+    assert model._compiled_call_impl is None
+    assert model.inner._compiled_call_impl is compiled
+
+
 def test_several_modules_are_found_one_by_one() -> None:
     first, second, taker = nn.Linear(4, 4), nn.Linear(4, 3), Taker()
     finder = ModuleFinder([*first.parameters(), *second.parameters()], taker)
