@@ -182,7 +182,7 @@ def _call_of(module: torch.nn.Module) -> Any:
     return getattr(module, _place(module))
 
 
-def _set_call(module: torch.nn.Module, call: object) -> None:
+def _set_call(module: torch.nn.Module, call: Any) -> None:
     """Puts it there. Of `module` alone: wrappers pass on what is set of them to the module inside."""
     torch.nn.Module.__setattr__(module, _place(module), call)
 
