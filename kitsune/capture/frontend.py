@@ -378,10 +378,8 @@ def _noting(called: _Called) -> Any:
         with suppress(NotImplementedError):  # what the call itself makes, and what has no class
             subject = getattr(function, "obj", None) or (args[0] if args else None)
             called[function.get_function(), _owner(subject)] = None
-            known = causal_masks.answer(function.get_function(), args, kwargs)
-            if known is not None:
-                return known
-        return inline(parent, function, args, kwargs, **options)
+        known = causal_masks.answer(function, args, kwargs)
+        return inline(parent, function, args, kwargs, **options) if known is None else known
 
     return inline_call
 

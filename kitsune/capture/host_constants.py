@@ -54,7 +54,8 @@ def _is_made_on_host(module: fx.GraphModule, node: fx.Node, made: Iterable[fx.No
         value = getattr(module, str(node.target))
         return isinstance(value, Tensor) and value.device.type == "cpu"
     return (
-        node.op == "call_function"
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "aten"  # others may do anything
         and isinstance(node.meta.get("val"), Tensor)
         and _is_on_host(node)
         and all(argument in made for argument in node.all_input_nodes)

@@ -1,9 +1,7 @@
-"""Masks of torch's transformers: a capture knows whether one is the causal one, or it is asked again."""
+"""Masks of torch's transformers, which look whether they are given the causal one."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kitsune.capture import causal_masks
+from tests.kitsune.capture.test_frontend import guarded
 from tests.kitsune.training import FORMS, Batch, Training, adam, compare, sgd
 
 LENGTH = 5
@@ -32,11 +30,20 @@ def boolean(model: nn.Module, x: Tensor) -> Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
 
 
+def set_afterwards(model: nn.Module, x: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+    mask[0, 1] = float("-inf")
+    return mask
+
+
 MADE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "made": lambda model, x: causal(x.shape[1]).to(x.device),
     "made by comparison": by_comparison,
     "boolean": boolean,
     "written to": lambda model, x: torch.full((x.shape[1], x.shape[1]), float("-inf"), device=x.device).triu_(1),
+    "set afterwards": set_afterwards,
+    "random": lambda model, x: (torch.rand(x.shape[1], x.shape[1], device=x.device) < 0.5).float(),
+    "of two tensors": lambda model, x: model.kept + x[0, 0, 0],
     "everything is seen": lambda model, x: torch.zeros(x.shape[1], x.shape[1], device=x.device),
     "kept": lambda model, x: model.kept,
     "a part of what is kept": lambda model, x: model.large[: x.shape[1], : x.shape[1]],
@@ -83,8 +90,9 @@ def test_masks_that_the_model_has(kind: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_masks_that_are_given(form: str) -> None:
-    """Anew at each step, as tutorials make them."""
-    compare(form, masked, steps=STEPS, batches=lambda index: sequences(index, causal(LENGTH)))
+    """Anew at each step, as tutorials make them, and not always the same."""
+    masks = [causal(LENGTH)] * 4 + [torch.zeros(LENGTH, LENGTH)] * 2 + [causal(LENGTH).roll(1, 0)] * 2
+    compare(form, masked, steps=STEPS, batches=lambda index: sequences(index, masks[index].clone()))
 
 
 @pytest.mark.gpu
@@ -101,20 +109,16 @@ def test_masks_on_a_gpu(form: str, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_mask_that_is_given_becomes_another_one(form: str) -> None:
-    masks = [causal(LENGTH)] * 5 + [torch.zeros(LENGTH, LENGTH)] * 5 + [causal(LENGTH).roll(1, 0)] * 2
-    compare(form, masked, steps=12, batches=lambda index: sequences(index, masks[index]), replays=6)
-
-
+@pytest.mark.parametrize("write", [Tensor.copy_, lambda mask, other: mask.data.copy_(other)], ids=["mask", "data"])
 @pytest.mark.parametrize("kind", ["kept", "a part of what is kept"])
-def test_a_mask_that_is_kept_is_written_to(kind: str) -> None:
+def test_a_mask_that_is_kept_is_written_to(kind: str, write: Callable[[Tensor, Tensor], Tensor]) -> None:
     def edit(training: Training, index: int) -> None:
         if index == 5:
             for mask in (training.model.kept, training.model.large):
-                mask[0, 1] = 0.0  # type: ignore[index, operator]
+                assert isinstance(mask, Tensor)
+                write(mask, torch.zeros_like(mask))
 
-    compare("drop_in", partial(masked, MADE[kind]), steps=10, batches=sequences, edit=edit, replays=6)
+    compare("drop_in", partial(masked, MADE[kind]), steps=STEPS, batches=sequences, edit=edit)
 
 
 def test_a_mask_that_is_kept_is_replaced() -> None:
@@ -122,46 +126,30 @@ def test_a_mask_that_is_kept_is_replaced() -> None:
         if index == 5:
             training.model.kept = torch.zeros(LENGTH, LENGTH)
 
-    compare("drop_in", partial(masked, MADE["kept"]), steps=10, batches=sequences, edit=edit, replays=6)
+    compare("drop_in", partial(masked, MADE["kept"]), steps=STEPS, batches=sequences, edit=edit)
 
 
-def set_afterwards(model: nn.Module, x: Tensor) -> Tensor:
-    mask = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-    mask[0, 1] = float("-inf")
-    return mask
+@pytest.mark.parametrize("kind", ["made", "made by comparison", "kept", "random", "set afterwards"])
+def test_only_a_mask_that_is_always_causal_is_left_to_the_kernel(kind: str) -> None:
+    x = torch.randn(3, LENGTH, 4)
+    model, _ = masked(MADE[kind])
+    call, runner = guarded(lambda x: model(x))
+    call(x)
+    nodes = runner.graphs[0].graph.find_nodes(op="call_function", target=functional.multi_head_attention_forward)
+    assert [node.kwargs["is_causal"] for node in nodes] == [kind.startswith("made")] * 2
 
 
-REFUSED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
-    "random": lambda model, x: (torch.rand(x.shape[1], x.shape[1]) < 0.5).float(),
-    "of two tensors": lambda model, x: model.kept + x[0, 0, 0],
-    "set afterwards": set_afterwards,
-}
+def test_a_mask_with_a_gradient_is_refused() -> None:
+    """Of the causal one plain PyTorch gives none."""
 
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Masked(lambda model, x: model.bias)
+        model.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        return model, adam(model)
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_masks_of_which_it_cannot_be_known(kind: str) -> None:
-    training = compare("drop_in", partial(masked, REFUSED[kind]), steps=4, batches=sequences, replays=0)
+    training = compare("drop_in", build, steps=4, batches=sequences, replays=0)
     assert training.status().replays == 0
     assert "values of a tensor" in str(training.status().refusals)
-
-
-def test_the_same_tensor_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time the device is waited for."""
-    asked: list[int] = []
-    detect = causal_masks._detect
-
-    def counting(mask: Tensor, hint: None, length: int) -> bool:
-        asked.append(length)
-        return detect(mask, hint, length)
-
-    training = Training("drop_in", *masked())
-    kept = causal(LENGTH)
-    training.run(4, lambda index: sequences(index, kept))
-    monkeypatch.setattr(causal_masks, "_detect", counting)
-    training.run(4, lambda index: sequences(index, kept))
-    assert not asked
-    training.run(4, lambda index: sequences(index, causal(LENGTH)))
-    assert asked == [LENGTH] * 4
 
 
 class Translator(nn.Module):
@@ -197,14 +185,3 @@ def test_translation(form: str) -> None:
 
     loss_fn: Any = partial(functional.cross_entropy, ignore_index=0)
     compare(form, build, steps=STEPS, batches=translations, loss_fn=loss_fn)
-
-
-def test_nothing_is_kept_alive() -> None:
-    def train() -> tuple[weakref.ref[Tensor], weakref.ref[nn.Module]]:
-        training, mask = Training("drop_in", *masked()), causal(LENGTH)
-        training.run(4, lambda index: sequences(index, mask))
-        return weakref.ref(mask), weakref.ref(training.model)
-
-    references = train()
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]

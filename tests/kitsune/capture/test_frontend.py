@@ -178,6 +178,19 @@ def test_an_exception_that_dynamo_observes_is_told() -> None:
         call(torch.ones(2))
 
 
+def test_what_cannot_be_traced_after_a_change_is_told_as_a_change() -> None:
+    """It may be traced again after another one."""
+    holder = SimpleNamespace(looks=False)
+    call, runner = guarded(lambda x: x * 2 if holder.looks and x.sum() > 0 else x)
+    call(torch.ones(2))
+    holder.looks = True
+    with pytest.raises(RefusedError, match="has changed since the capture") as caught:
+        call(torch.ones(2))
+    assert caught.value.passing
+    assert call.stale
+    assert len(runner.graphs) == 1
+
+
 class Interceptions:
     """Counts the calls that go through Dynamo's interception of frames."""
 

@@ -67,6 +67,20 @@ def test_random_numbers_of_the_host_are_refused() -> None:
         trace(lambda x: [x + torch.rand(3).to(x.device)], [torch.ones(3, device="meta")])
 
 
+def test_operators_of_others_do_not_run() -> None:
+    ran: list[int] = []
+
+    @torch.library.custom_op("test_host_constants::noting", mutates_args=())
+    def noting(size: int) -> Tensor:
+        ran.append(size)
+        return torch.ones(size)
+
+    noting.register_fake(lambda size: torch.empty(size))
+    with pytest.raises(RefusedError, match="may do anything on the host"):
+        trace(lambda x: [x + noting(3).to(x.device)], [torch.ones(3, device="meta")])
+    assert not ran
+
+
 def test_a_graph_on_the_host_stays_as_it_is() -> None:
     graph = trace(lambda x: [x + torch.arange(3.0).to(x.device)], [torch.ones(3)])
     assert "arange" in graph.code
