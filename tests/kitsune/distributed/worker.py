@@ -343,7 +343,10 @@ def gradients_sent_late(run: Run) -> None:
     def wrap(net: nn.Module) -> nn.Module:
         late = [(f"last.{name}", param) for name, param in net.get_submodule("last").named_parameters()]
         first = net.get_parameter("first.weight")
-        return DistributedDataParallel(net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=first)
+        on = [run.device] if run.device.type == "cuda" else None  # the wrapper's buffer lies on the CPU without it
+        return DistributedDataParallel(
+            net, device_ids=on, delay_all_reduce_named_params=late, param_to_hook_all_reduce=first
+        )
 
     run.build_with(wrap)
     for index in range(STEPS):
