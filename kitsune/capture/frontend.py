@@ -3,8 +3,8 @@
 This is the only module that touches `torch._dynamo`, but for `causal_masks`. `torch.compile` with a backend of one's
 own is public. What is not: exceptions that tell the line that could not be captured, the switch that guards hooks, the
 switches that keep numbers drawn on the host from being frozen, the guards, which functions a call runs, that it asks
-whether it is being compiled, which functions keep their results, the advice that Dynamo gives, and its marks on
-tensors.
+whether it is being compiled, which functions keep their results, what it takes a sequence for, the advice that Dynamo
+gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import types
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
@@ -332,8 +334,8 @@ def _strict_capture() -> Iterator[_Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
     Refused is also a model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So
-    is one of which a function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again.
-    What it yields is filled meanwhile.
+    is one of which a function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again. So is
+    one with a deque that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
@@ -357,8 +359,9 @@ def _strict_capture() -> Iterator[_Called]:
     questions = mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question())
     keeping = mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results())
     called: _Called = {}
+    bounded = mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded())
     inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
-    with sole_capture(), without_own(), switches, generators, advice, metrics, questions, keeping, inlining:
+    with sole_capture(), without_own(), switches, generators, advice, metrics, questions, keeping, bounded, inlining:
         yield called
 
 
@@ -425,6 +428,18 @@ def _refuse_kept_results() -> Any:
         return result
 
     return call_function
+
+
+def _refuse_bounded() -> Any:
+    """What Dynamo calls for a sequence of the model's."""
+    wrap: Callable[..., Any] = VariableBuilder.wrap_listlike
+
+    def wrap_listlike(builder: Any, value: Any) -> Any:
+        if isinstance(value, deque) and value.maxlen is not None:
+            raise exc.Unsupported("a collections.deque with a maxlen is used, which replays would fill beyond that")
+        return wrap(builder, value)
+
+    return wrap_listlike
 
 
 def _said_once() -> list[Any]:

@@ -8,6 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -317,6 +318,24 @@ def branch(x: Tensor) -> Tensor:
     if x.sum() > 0:
         return x
     return -x
+
+
+@pytest.mark.parametrize("bound", [3, None])
+def test_a_deque_is_filled_up_to_its_bound(bound: int | None) -> None:
+    latest: deque[int] = deque(maxlen=bound)
+
+    def call_with_history(x: torch.Tensor) -> torch.Tensor:
+        latest.append(1)
+        return x * 2
+
+    call, _ = guarded(call_with_history)
+    if bound is None:
+        call(torch.ones(2))
+        assert list(latest) == [1]
+        return
+    with pytest.raises(RefusedError, match=r"a collections\.deque with a maxlen is used"):
+        call(torch.ones(2))
+    assert not latest
 
 
 def test_what_cannot_be_captured_names_the_line() -> None:
