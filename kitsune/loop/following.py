@@ -441,6 +441,8 @@ class Following:
                 is_done = not tail.refused and tail.root == root and len(tail.operations) == self._num_done
                 if is_done and self._replay(tail):
                     return
+        if self._is_open and self._alive():  # of which there is nothing to compute the values from afterwards
+            self._compute()
         self._is_open, is_followed = False, self._is_open and is_usual
         with plainly():
             valued(loss).backward(gradient, retain_graph, create_graph, inputs)
@@ -496,7 +498,7 @@ def _may_change(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool
     if name == "__get__":
         return function not in VIEWS
     writes = name == "__set__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return writes or "out" in kwargs or function in _REVEALING
+    return writes or "out" in kwargs or bool(kwargs.get("inplace")) or function in _REVEALING
 
 
 class _Spent(torch.autograd.Function):

@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -513,6 +514,23 @@ def test_a_backward_pass_otherwise(name: str, device: torch.device) -> None:
     alike(body, device)
 
 
+def test_a_backward_pass_from_an_output_though_there_is_a_loss(device: torch.device) -> None:
+    """Which is but looked at, afterwards."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        loop.optimizer.zero_grad()
+        out = loop.model(x)
+        loss = functional.cross_entropy(out, y)
+        if loop.index % 3 == 2:
+            out.backward((out.detach().softmax(1) - functional.one_hot(y, 3)) / len(y))
+        else:
+            loss.backward()
+        loop.optimizer.step()
+        return loss.item()
+
+    alike(body, device)
+
+
 def test_a_backward_pass_is_moved_into_autocast(device: torch.device, replays: Callable[[], int]) -> None:
     """After others have been replayed outside of it."""
 
@@ -604,6 +622,22 @@ def test_outputs_written_between_loss_and_backward(device: torch.device) -> None
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
             return None
+        return stepped(loop, loss).item()
+
+    alike(body, device)
+
+
+@pytest.mark.parametrize(
+    "write", [partial(functional.relu, inplace=True), partial(functional.dropout, p=0.0, inplace=True)]
+)
+def test_outputs_written_by_a_term_that_comes_later(write: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """The loss does not need the output for its backward pass."""
+
+    def body(loop: Loop, x: Tensor, y: Tensor) -> Any:
+        out = loop.model(x)
+        loss = functional.cross_entropy(out, y)
+        if loop.index > 3:
+            loss = loss + 0.1 * write(out).mean()
         return stepped(loop, loss).item()
 
     alike(body, device)
