@@ -2,11 +2,13 @@
 
 Tensors handed out alias the graph's memory. A weak reference to the handed-out tensor would miss
 its views and detached aliases, so the references to the storage are counted; `torch` has no public
-call for that (its own CUDA graph trees use this one).
+call for that (its own CUDA graph trees use this one). Of a storage everybody gets the same Python
+object, whose references are counted by themselves.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 
 import torch
@@ -33,10 +35,12 @@ class HandedOut:
         if counts == self._own:
             return False
         known = [storage.data_ptr() in besides for storage in self._storages]
-        return any(count > own + more for count, own, more in zip(counts, self._own, known, strict=True))
+        more = [*known, *[False] * len(known)]
+        return any(count > own + one for count, own, one in zip(counts, self._own, more, strict=True))
 
     def _counts(self) -> list[int]:
-        return list(map(torch._C._storage_Use_Count, self._places))
+        """Of the storages, then of their Python objects."""
+        return [*map(torch._C._storage_Use_Count, self._places), *map(sys.getrefcount, self._storages)]
 
 
 def free_place(alternates: Sequence[HandedOut]) -> int | None:

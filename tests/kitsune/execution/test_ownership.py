@@ -18,8 +18,10 @@ from kitsune.execution.ownership import HandedOut, free_place
         lambda tensor: tensor.detach().view(-1)[1:],
         lambda tensor: tensor.data,
         lambda tensor: tensor.detach().numpy(),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: tensor.data.untyped_storage(),
     ],
-    ids=["detached", "view", "data", "numpy"],
+    ids=["detached", "view", "data", "numpy", "storage", "storage of an alias"],
 )
 def test_an_alias_of_any_kind_counts(alias: Callable[[Tensor], object]) -> None:
     tensors = [torch.ones(4), torch.ones(2, 2)]
