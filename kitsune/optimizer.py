@@ -102,23 +102,23 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def defaults(self, value: dict[str, Any]) -> None:
         self._wrapped.defaults = value
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters, as the wrapped optimizer does."""
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        """Updates the parameters, as the wrapped optimizer does, which may take `arguments` of its own."""
         if self._waits:
             self._begin()
         if self._loop is None:
-            return self._wrapped.step(closure) if closure is not None else self._wrapped.step()
+            return self._wrapped.step(*(() if closure is None else (closure,)), **arguments)
         if closure is not None:
-            return self._loop.step_with_closure(closure)
-        self._loop.step()
-        return None
+            return self._loop.step_with_closure(closure, **arguments)
+        return self._loop.step(**arguments)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As the wrapped optimizer does: without an argument by its own default, which for torch's is True."""
         if self._waits:
             self._begin()
         usual = getattr(self._wrapped.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-        if not (set_to_none and usual) or is_profiled():
-            self._wrapped.zero_grad(set_to_none)
+        if set_to_none is False or not usual or is_profiled():
+            self._wrapped.zero_grad(*(() if set_to_none is None else (set_to_none,)))
             return
         # torch asks first whether a profiler wants to know, which takes several times as long.
         for group in self._wrapped.param_groups:
@@ -186,6 +186,9 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         return {**kept, "loss_scale": self.loss_scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "wrapped" not in state:  # what optimizers take, as by those who reset their state like that
+            self._wrapped.__setstate__(state)
+            return
         self.config, self._wrapped, self._models = state["config"], state["wrapped"], state["models"]
         self.loss_scale = state["loss_scale"]
         self._log = RefusalLog("the training loop")

@@ -107,7 +107,7 @@ class CallGraphs:
         count = len(self.program.differentiable)
         run.outputs, run.saved = values[:count], values[count:]
         if self.forward.executor.keeps_outputs:
-            run.outputs = [output.clone() for output in run.outputs]
+            run.outputs = [one.clone() if one.is_contiguous() else copied(one) for one in run.outputs]
 
     def results(self, run: _Run, roots: Sequence[int]) -> list[torch.Tensor]:
         """The results of a node of autograd's graph: an output if that is its only root, else what stands for each."""

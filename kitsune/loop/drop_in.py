@@ -196,35 +196,38 @@ class DropInLoop:
         """How many there were in this iteration, of which some may have been replayed."""
         return sum(count for step, (_, count) in self._iteration.items() if step.module is module)
 
-    def step(self) -> None:
-        """`optimizer.step()`, and the end of the iteration. Where gradients overflow in float16 there is neither."""
+    def step(self, **arguments: Any) -> Any:
+        """`optimizer.step()`, and the end of the iteration. Where gradients overflow in float16 there is neither.
+
+        Updates with `arguments`, which some optimizers take, run eagerly.
+        """
         self._has_stepped = True
         if self._scale is None or self._losses is None:
-            self._step()
-            return
+            return self._step(**arguments)
         if not self._losses.was_scaled and any(param.grad is not None for param in self._params()):
             reason = (
                 "a loss in float16 is not scaled, as it was not made of the model's outputs by torch's functions alone"
             )
             self._log.tell(Refusal(reason, remedy="scale it by a torch.amp.GradScaler in the loop"))
         self._losses.was_scaled = False
-        self._scale.update_unless_infinite(self._optimizer.param_groups, self._step)
+        return self._scale.update_unless_infinite(self._optimizer.param_groups, partial(self._step, **arguments))
 
-    def _step(self) -> None:
+    def _step(self, **arguments: Any) -> Any:
         self._settle_calls()
         if self._is_paused:
-            self._optimizer.step()
-            return
-        replays = "replay" in [step.chooser.next() for step in self._iteration]
+            return self._optimizer.step(**arguments)
+        result = None
+        replays = not arguments and "replay" in [step.chooser.next() for step in self._iteration]
         if replays and self._update.verified < self._config.verify and self._verified_update():
             self._latest_updated = False
             self._finish_iteration()
-            return
+            return None
         is_passing = True in [step.has_new_cases for step in self._iteration]
         self._latest_updated = replays and not is_passing and self._update.replay()
         if not self._latest_updated:
-            self._optimizer.step()
+            result = self._optimizer.step(**arguments)
         self._finish_iteration()
+        return result
 
     def note_scaler(self) -> None:
         """A gradient scaler of the loop's calls `step`: losses are scaled by that, and not here."""
@@ -232,14 +235,14 @@ class DropInLoop:
             self._log.tell(Refusal("the loop has a gradient scaler: losses are not scaled by another one"))
             self._scale = self._losses = None
 
-    def step_with_closure(self, closure: Callable[[], Any]) -> Any:
+    def step_with_closure(self, closure: Callable[[], Any], **arguments: Any) -> Any:
         """`optimizer.step(closure)`, and the end of the iteration."""
         self._has_stepped = True
         refusal = refuse_closure(self._optimizer)
         if refusal is None and not (self._is_paused and self._scale is None):
             with torch.enable_grad():
                 result = closure()
-            self.step()
+            self.step(**arguments)
             return result
         if self._scale is not None:
             reason = f"float16 needs an optimizer that calls its closure once, at the beginning: {refusal}"
@@ -249,7 +252,7 @@ class DropInLoop:
             self._log.add(RefusedError(Refusal(reason), passing=True))
         self._latest_updated = False
         self._settle_calls()
-        result = self._optimizer.step(closure)
+        result = self._optimizer.step(closure, **arguments)
         self._finish_iteration()
         return result
 

@@ -54,15 +54,19 @@ class LossScale:
         assert self._rules._scale is not None
         return self._rules._scale.to(device)
 
-    def update_unless_infinite(self, param_groups: list[dict[str, Any]], update: Callable[[], None]) -> None:
-        """Calls `update`, unless a gradient is infinite or NaN, and changes the scale accordingly."""
+    def update_unless_infinite(self, param_groups: list[dict[str, Any]], update: Callable[[], Any]) -> Any:
+        """Calls `update`, unless a gradient is infinite or NaN, and changes the scale accordingly.
+
+        Returns:
+            What `update` does, or None.
+        """
         grads = [param.grad for group in param_groups for param in group["params"] if param.grad is not None]
         if not grads:
-            update()
-            return
+            return update()
         self.on(grads[0].device)
-        self._rules.step(_Optimizer(param_groups, update))  # type: ignore[arg-type]  # it asks for no more of one
+        result = self._rules.step(_Optimizer(param_groups, update))  # type: ignore[arg-type]  # it asks for no more
         self._rules.update()
+        return result
 
 
 class _Rules(torch.amp.GradScaler):
@@ -76,7 +80,7 @@ class _Optimizer(NamedTuple):
     """What a scaler asks of an optimizer."""
 
     param_groups: list[dict[str, Any]]
-    step: Callable[[], None]
+    step: Callable[[], Any]
 
 
 class ScaledLosses:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from tests.kitsune import static_memory
 from tests.kitsune.training import Batch, Net, Training, adam, batch, compare, net_and_adam, num_looking, sgd
 
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -77,6 +79,57 @@ def test_zero_grad(mode: str) -> None:
     assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
     training.optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer of another library: it takes a number at each step, returns one, and zeroes gradients in its way."""
+
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale
+        super().step(closure)
+        return scale
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None if param.grad is None else torch.zeros_like(param)
+
+
+@pytest.mark.parametrize("options", [{}, {"defer_loss": True}], ids=["usual", "deferred"])
+@pytest.mark.parametrize("mode", ["replay", "eager"])
+def test_an_optimizer_with_arguments_and_results_of_its_own(mode: str, options: dict[str, Any]) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        results = []
+        for index in range(8):
+            (x, y), _ = batch(index)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            # Of torch's optimizers none takes such an argument.
+            results.append(optimizer.step(scale=index + 1.0) if index % 3 else optimizer.step())  # type: ignore[call-arg]
+        return results
+
+    model, other = Net(), Net()
+    other.load_state_dict(model.state_dict())
+    wrapped = kitsune.KitsuneOptimizer(Scaled(model.parameters(), lr=0.1), mode=mode, **options)
+    results = run(other, Scaled(other.parameters(), lr=0.1))
+    assert run(model, wrapped) == results == [1.0, 2.0, 3.0, 1.0, 5.0, 6.0, 1.0, 8.0]
+    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(param, expected)
+    with pytest.raises(TypeError, match="factor"):
+        wrapped.step(factor=2.0)
+    if mode == "replay":
+        assert "forward" in wrapped.status().covered
+
+
+def test_state_that_is_reset_the_way_optimizers_take_it() -> None:
+    model, plain = net_and_adam()
+    training = Training("drop_in", model, plain)
+    training.run(4)
+    training.optimizer.__setstate__({"state": defaultdict(dict)})
+    assert not plain.state
+    training.run(4)
+    assert {float(state["step"]) for state in plain.state.values()} == {4.0}
 
 
 @pytest.mark.parametrize(
@@ -257,6 +310,42 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.support("Models", "`model=`: a part of what the loop calls, or several", "replayed")
+class Partial(Net):
+    """Its outputs have gaps, or elements that share memory."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return out[:, :2], out.mean(0).expand(4, 3), out.T
+
+
+@pytest.mark.parametrize("options", [{}, {"defer_loss": True}], ids=["usual", "deferred"])
+def test_outputs_lie_as_those_of_the_model(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    static_memory.install(monkeypatch)
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        found = []
+        for index in range(8):
+            (x, _), _ = batch(index)
+            optimizer.zero_grad()
+            outputs = model(x)
+            if index % 2:
+                found += [(one.stride(), one.untyped_storage().nbytes(), one.detach().clone()) for one in outputs]
+            sum(one.square().mean() for one in outputs).backward()
+            with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+                outputs[1].add_(1)
+            outputs[0].detach().zero_()
+            found += [one.detach().clone() for one in outputs[:2]]
+            optimizer.step()
+        return found
+
+    torch.manual_seed(0)
+    model, other = Partial(), Partial()
+    other.load_state_dict(model.state_dict())
+    wrapped = kitsune.KitsuneOptimizer(sgd(model), mode="replay", **options)
+    torch.testing.assert_close(run(model, wrapped), run(other, sgd(other)))
+    assert wrapped.status().covered
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_the_modules_that_are_named_are_replayed(several: bool) -> None:
     losses = {}
