@@ -77,6 +77,8 @@ def test_zero_grad(mode: str) -> None:
     training.run(4)
     training.optimizer.zero_grad(set_to_none=False)
     assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
+    training.optimizer.zero_grad(0)
+    assert all(param.grad is not None for param in model.parameters())
     training.optimizer.zero_grad()
     assert all(param.grad is None for param in model.parameters())
 
@@ -309,7 +311,6 @@ class Wrapper(nn.Module):
         return self.head(self.net(x))
 
 
-@pytest.mark.support("Models", "`model=`: a part of what the loop calls, or several", "replayed")
 class Partial(Net):
     """Its outputs have gaps, or elements that share memory."""
 
@@ -346,6 +347,7 @@ def test_outputs_lie_as_those_of_the_model(options: dict[str, Any], monkeypatch:
     assert wrapped.status().covered
 
 
+@pytest.mark.support("Models", "`model=`: a part of what the loop calls, or several", "replayed")
 @pytest.mark.parametrize("several", [False, True])
 def test_the_modules_that_are_named_are_replayed(several: bool) -> None:
     losses = {}
