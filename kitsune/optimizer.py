@@ -117,7 +117,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         if self._waits:
             self._begin()
         usual = getattr(self._wrapped.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-        if set_to_none is False or not usual or is_profiled():
+        if set_to_none not in (None, True) or not usual or is_profiled():
             self._wrapped.zero_grad(*(() if set_to_none is None else (set_to_none,)))
             return
         # torch asks first whether a profiler wants to know, which takes several times as long.
