@@ -50,8 +50,15 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """As `tensor.clone()`, laid out like `tensor` also where elements share memory or lie apart."""
+    if tensor.is_contiguous():
+        return tensor.clone()
+    return copied(tensor) if _may_overlap(tensor) else TensorLayout.of(tensor).empty().copy_(tensor)
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with memory of its own, laid out like `tensor` also where elements share memory or lie apart."""
+    """As `cloned`, with a copy of all the memory that `tensor` lies in."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     storage = tensor.untyped_storage().clone()
     return copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.ambient import autocast_dtype, regions_left
-from kitsune.capture.layout import TensorLayout, copied
+from kitsune.capture.layout import TensorLayout, cloned, copied
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
 from kitsune.errors import KitsuneError
@@ -107,7 +107,7 @@ class CallGraphs:
         count = len(self.program.differentiable)
         run.outputs, run.saved = values[:count], values[count:]
         if self.forward.executor.keeps_outputs:
-            run.outputs = [one.clone() if one.is_contiguous() else copied(one) for one in run.outputs]
+            run.outputs = list(map(cloned, run.outputs))
 
     def results(self, run: _Run, roots: Sequence[int]) -> list[torch.Tensor]:
         """The results of a node of autograd's graph: an output if that is its only root, else what stands for each."""
