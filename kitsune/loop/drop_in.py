@@ -216,7 +216,6 @@ class DropInLoop:
         self._settle_calls()
         if self._is_paused:
             return self._optimizer.step(**arguments)
-        result = None
         replays = not arguments and "replay" in [step.chooser.next() for step in self._iteration]
         if replays and self._update.verified < self._config.verify and self._verified_update():
             self._latest_updated = False
@@ -224,8 +223,7 @@ class DropInLoop:
             return None
         is_passing = True in [step.has_new_cases for step in self._iteration]
         self._latest_updated = replays and not is_passing and self._update.replay()
-        if not self._latest_updated:
-            result = self._optimizer.step(**arguments)
+        result = None if self._latest_updated else self._optimizer.step(**arguments)
         self._finish_iteration()
         return result
 
