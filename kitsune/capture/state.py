@@ -262,6 +262,21 @@ class Binding:
         if self._counted:
             torch.autograd.graph.increment_version(self._counted)
 
+    def writes_gradients(self) -> bool:
+        """Whether `optimizer.step()` leaves something else in gradients than it finds there."""
+        return self._rule.may_write_gradients and any(map(self._writes_gradients_of, self._slots))
+
+    def write_gradients(self, grads: Sequence[torch.Tensor]) -> None:
+        """Leaves in the gradients of `params` what `optimizer.step()` does, after the update."""
+        gradient = {id(param): grad for param, grad in zip(self.params, grads, strict=True)}
+        with torch.no_grad():
+            for slot in filter(self._writes_gradients_of, self._slots):
+                own = [gradient[id(param)] for param in slot.params]
+                self._rule.write_gradients(own, slot.state, self._groups()[slot.group], self._found_inf)
+
+    def _writes_gradients_of(self, slot: _Slot) -> bool:
+        return self._rule.writes_gradients(list(slot.params), self._groups()[slot.group])
+
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
         return bool(self._mirrors.originals)

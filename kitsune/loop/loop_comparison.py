@@ -122,18 +122,21 @@ def update_differences(
 ) -> list[Difference] | None:
     """See `compare`, of an update with the present gradients; None where it cannot be replayed."""
     tensors = tensors_of(modules, [optimizer])
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    # Some updates write to gradients. (Sparse ones are not replayed.)
+    grads = {f"{names[id(param)]}.grad": param.grad for param in params if param.grad.layout is torch.strided}
+    written = {**tensors, **grads}
 
     def run_copy(seed: int | None) -> Results:
         copies: dict[int, Any] = {}
         twin = copy.deepcopy(optimizer, copies)
-        state = State({name: copies[id(one)] for name, one in tensors.items() if id(one) in copies}, device)
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        grads = [param.grad.clone() for param in params]
+        for param in params:
+            copies[id(param)].grad = copies[id(param.grad)] = param.grad.clone()
+        copied = {name: copies[id(tensor)] for name, tensor in written.items() if id(tensor) in copies}
+        state = State(copied, device)
         if seed is not None:
             state.offset(_EPS, seed)
-            put_off(grads, _EPS, seed)
-        for param, grad in zip(params, grads, strict=True):
-            copies[id(param)].grad = grad
         saved = state.save()
         twin.step()
         return state.changes_since(saved)
@@ -142,7 +145,7 @@ def update_differences(
         optimizer.step()
         return {}
 
-    state = State(tensors, device)
+    state = State(written, device)
     return compare(state, lambda: {} if update.replay() else None, plain, lambda: _EPS, lambda: spread(run_copy))
 
 

@@ -149,6 +149,8 @@ class UpdateStep:
         else:
             update.recording(inputs)
         update.binding.advance()
+        if update.binding.writes_gradients():
+            update.binding.write_gradients([param.grad for param in update.binding.params if param.grad is not None])
 
     def _run(self) -> None:
         self._latest = None
@@ -173,6 +175,9 @@ class UpdateStep:
         else:
             inputs = update.inputs(grads)
             self._refresh(key, update, inputs)
+        if update.binding.writes_gradients() and not _are_apart(grads):
+            reason = "parameters share a gradient, which the update of the first one writes to"
+            raise RefusedError(Refusal(reason), passing=True)
         self._update(update, inputs)
         if update.slots:
             update.latest_inputs = inputs
@@ -181,6 +186,8 @@ class UpdateStep:
 
     def _shortcut(self, update: _Update) -> UpdateShortcut | None:
         """For updates with gradients in the same slots, of the same parameters."""
+        if update.copied and update.binding.writes_gradients():  # which must be apart, each time
+            return None
         taken = {id(param) for param in update.binding.params}
         others = [
             param for group in self._optimizer.param_groups for param in group["params"] if id(param) not in taken
@@ -312,6 +319,11 @@ def _tensors(references: _References) -> list[torch.Tensor | None]:
 
 def _addresses(slots: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
     return tuple(0 if slot is None else slot.data_ptr() for slot in slots)
+
+
+def _are_apart(grads: Sequence[torch.Tensor]) -> bool:
+    addresses = [grad.data_ptr() for grad in grads if grad.numel()]
+    return len(set(addresses)) == len(addresses)
 
 
 def _into_slots(grads: list[torch.Tensor], slots: list[torch.Tensor]) -> list[torch.Tensor]:

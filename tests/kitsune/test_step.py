@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -165,6 +165,39 @@ def test_kept_gradients(clip: float | None, accumulate: int) -> None:
             held.append((param.grad, param.grad.clone()))
     assert training.status().replays >= 6
     assert all(torch.equal(grad, value) for grad, value in held), "a kept gradient was overwritten by a later step"
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_grad_norm": 0.5}], ids=str)
+def test_kept_gradients_that_the_update_writes_to(options: dict[str, Any], scales: bool) -> None:
+    """torch's `foreach` form of SGD adds Nesterov's momentum to them, unless a step is skipped for an overflow."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.first, self.second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))  # get one gradient
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x + self.first + self.second)
+
+    def trained(mode: str) -> Iterator[tuple[Training, list[Tensor]]]:
+        torch.manual_seed(0)
+        model = Shared()
+        optimizer = sgd(model, nesterov=True, fused=None, foreach=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) if scales else None
+        step = {"keep_grads": True, "grad_scaler": scaler, **options}
+        training = Training("train_step", model, optimizer, step=step, mode=mode)
+        for index in range(12):
+            (x, y), _ = batch(index)
+            training.step(x * float("inf") if scales and index == 7 else x, y)
+            params = list(model.parameters())
+            yield training, [*params, *(param.grad for param in params if param.grad is not None)]
+
+    for (_, wanted), (replayed, found) in zip(trained("eager"), trained("replay"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6, equal_nan=True)
+        num_replays = replayed.status().replays
+    assert num_replays >= 10
 
 
 def test_kept_gradients_of_parameters_that_a_step_leaves_out() -> None:

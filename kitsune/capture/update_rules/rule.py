@@ -23,10 +23,12 @@ class Rule(ABC):
         has_step: whether the optimizer counts the steps of each parameter.
         reads_step: whether the composed form reads that count.
         host_scalars: those of `scalar_names` that torch keeps on the host, as it does the count, unless told otherwise.
+        may_write_gradients: whether `writes_gradients` may answer True.
     """
 
     has_step: bool = True
     reads_step: bool = True
+    may_write_gradients: bool = False
     host_scalars: tuple[str, ...] = ()
 
     @abstractmethod
@@ -82,6 +84,16 @@ class Rule(ABC):
         """One of `host_scalars` after a step that `step` counts already, from its `value` on the host before, in
         torch's arithmetic."""
         raise NotImplementedError(f"{type(self).__name__} keeps no {name} on the host")
+
+    def writes_gradients(self, params: Tensors, options: Options) -> bool:
+        """Whether torch's update of `params` leaves something else in their gradients than it finds there."""
+        return False
+
+    def write_gradients(
+        self, grads: Tensors, state: Mapping[str, Tensors], options: Options, found_inf: torch.Tensor | None
+    ) -> None:
+        """Leaves there what torch's does, after the update; nothing is changed where `found_inf` is 1."""
+        raise NotImplementedError(f"{type(self).__name__} leaves gradients as they are")
 
 
 class ComposedRule(Rule):

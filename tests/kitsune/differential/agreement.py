@@ -12,6 +12,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from hypothesis import assume
 from torch import Tensor
 
 from tests.kitsune import static_memory
@@ -20,6 +21,7 @@ from tests.kitsune.differential.programs import Program
 from tests.kitsune.training import Observation
 
 UNITS = 4
+_ROUNDING = 1e-5
 
 
 def run_both(program: Program, form: str, kind: type[Run] = Run, device: str = "cpu") -> tuple[list[str], Run]:
@@ -37,6 +39,7 @@ def run_both(program: Program, form: str, kind: type[Run] = Run, device: str = "
 def _run_both(program: Program, form: str, kind: type[Run], device: str) -> tuple[list[str], Run]:
     eager = Run(program, "eager", device)
     wanted = list(eager.iterations())
+    assume(not (eager.skipped_first and program.options.get("fused")))  # torch's SGD then goes on from memory as it was
     run = kind(program, form, device)
     rounds = program.rounds_differently(form, device)
     for index, (seen, other) in enumerate(zip(run.iterations(), wanted, strict=True)):
@@ -45,8 +48,9 @@ def _run_both(program: Program, form: str, kind: type[Run], device: str) -> tupl
             return [f"iteration {index}: {line}" for line in differences], run
         if rounds:
             run.set({name: other.observed[name] for name in other.exact})
+    alike = _almost_equal if rounds and program.writes_gradients() else _equal
     kept = zip(run.kept, eager.kept, strict=True)
-    return [f"kept tensor {index}" for index, (one, two) in enumerate(kept) if not _equal(one, two)], run
+    return [f"kept tensor {index}" for index, (one, two) in enumerate(kept) if not alike(one, two)], run
 
 
 def disagreements(found: Observation, wanted: Seen, *, rounds: bool, ignored: set[str]) -> list[str]:
@@ -105,6 +109,12 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
         and one.shape == other.shape
         and torch.allclose(one.double().cpu(), other.double().cpu(), rtol=0, atol=0, equal_nan=True)
     )
+
+
+def _almost_equal(one: Tensor, other: Tensor) -> bool:
+    finite = other.isfinite()
+    scale = max(1.0, other[finite].abs().max().item()) if finite.any() else 1.0
+    return torch.allclose(one, other, rtol=0, atol=_ROUNDING * scale, equal_nan=True)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -89,8 +89,6 @@ def _optimizers(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any] | 
         options.pop("weight_decay", None)
         bias_options = None
     forms: list[dict[str, Any]] = [{}, {"foreach": True}]
-    if options.get("nesterov"):  # test_found.py: else torch leaves other gradients behind, on GPUs if it is not asked
-        forms = [{"foreach": False}]
     if kind in FUSED:
         forms += [{"fused": True}] * 3
     return kind, {**draw(st.sampled_from(forms)), **options}, bias_options

@@ -45,6 +45,7 @@ class Run:
 
     Attributes:
         skipped: whether the scaler has skipped the update of the present iteration.
+        skipped_first: whether it has skipped one before there was any.
     """
 
     def __init__(self, program: Program, form: str, device: str = "cpu") -> None:
@@ -70,8 +71,8 @@ class Run:
         self.notes: dict[str, Tensor] = {}
         self.kept: list[Tensor] = []
         self.updates = True
-        self.skipped = False
-        self.num_skipped = self.num_grown = self.num_updates_replayed = self.num_losses_replayed = 0
+        self.skipped = self.skipped_first = False
+        self.num_updates = self.num_skipped = self.num_grown = self.num_updates_replayed = self.num_losses_replayed = 0
 
     def iterations(self) -> Iterator[Seen]:
         """Runs one iteration after the other."""
@@ -128,8 +129,10 @@ class Run:
             if self.updates:
                 self.update(index)
         self.skipped = self._scale() < scale
+        self.num_updates += self.updates and not self.skipped
         if self.skipped:
             exact = {}
+            self.skipped_first |= self.num_updates == 0
         seen = Seen({**self.training.observe(torch.stack(losses)), **self.notes, **self._numbers()}, exact)
         if self.program.zero == "after":
             self._zero()
@@ -207,7 +210,8 @@ def update_in_float64(training: Training, clip: Callable[[list[Tensor]], None], 
     twin = type(plain)([{"params": [twins[id(param)] for param in group["params"]]} for group in plain.param_groups])
     twin.load_state_dict(copy.deepcopy(plain.state_dict()))
     for group in twin.param_groups:
-        group.update({"foreach": False, "fused": False} if "fused" in group else {"foreach": False})
+        if group.get("fused"):  # which may not take float64, and leaves gradients as they are, as this does
+            group.update({"foreach": False, "fused": False})
     before = {name: _largest(value) for name, value in _named(training.model, twins, twin).items()}
     twin.step()
     after = _named(training.model, twins, twin)

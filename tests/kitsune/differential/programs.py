@@ -98,6 +98,10 @@ class Program:
         """Whether by hand the optimizer's own kernels unscale the gradients."""
         return self.scaler is not None and not self.unscale and bool(self.options.get("fused"))
 
+    def writes_gradients(self) -> bool:
+        """Whether updates by hand may leave something else in `.grad` than they find there."""
+        return bool(self.options.get("nesterov")) and not self.options.get("fused")
+
     def batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of an iteration."""
         return [self._batch(1 + index * 10 + part, self._size(index, part)) for part in range(self.micro_batches)]

@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torch import nn
-
-from tests.kitsune.training import Net, Training, adam, batch, compare
-
-
-@pytest.mark.xfail(
-    strict=True, reason="torch's foreach SGD adds the momentum to .grad in place; a replay leaves .grad as it is"
-)
-def test_nesterov_momentum_in_gradients() -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Net()
-        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
-
-    compare("drop_in", build, rtol=1e-5, atol=1e-6)
+from tests.kitsune.training import Net, Training, adam, batch
 
 
 def test_a_parameter_that_is_frozen_has_no_gradient_left() -> None:

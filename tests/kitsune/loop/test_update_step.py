@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 from kitsune.config import Config
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.loop.update_step import UpdateStep
-from tests.kitsune.training import Net, adam, sgd
+from tests.kitsune.training import FORMS, Net, adam, compare, sgd
 
 GENERATIONS = 8
 
@@ -178,3 +180,81 @@ def test_a_gradient_that_two_parameters_share_when_the_update_is_captured(
     wanted.step()
     assert update.replay(), update.refusal
     torch.testing.assert_close([first, second], twins)
+
+
+NESTEROV = {"momentum": 0.9, "nesterov": True, "fused": None}
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"foreach": True},
+        {"foreach": False},
+        {"foreach": None},
+        {"foreach": None, "fused": True},
+        {"foreach": True, "maximize": True},
+        {"foreach": True, "weight_decay": 0.1},
+        {"foreach": True, "nesterov": False},
+        {"foreach": True, "momentum": 0.0, "nesterov": False},
+    ],
+    ids=str,
+)
+def test_gradients_are_left_as_torch_leaves_them(
+    options: dict[str, Any], dtype: torch.dtype, is_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's `foreach` form of SGD, its default on GPUs, adds Nesterov's momentum to them."""
+    monkeypatch.setattr(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    model, twin = Net().to(dtype), Net().to(dtype)
+    twin.load_state_dict(model.state_dict())
+    optimizers = []
+    for one in (model, twin):
+        (first, second), rest = one.first.parameters(), list(one.last.parameters())
+        groups = [{"params": [first]}, {"params": [second], "momentum": 0.5}, {"params": rest, "weight_decay": 0.2}]
+        optimizers.append(torch.optim.SGD(groups, lr=0.1, **{**NESTEROV, **options}))
+    optimizer, wanted = optimizers
+    static = [torch.empty_like(param) for param in model.parameters()]
+    gradients = {} if is_copied else {slot.data_ptr(): slot for slot in static}
+    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    for index in range(7):
+        for param, other, slot in zip(model.parameters(), twin.parameters(), static, strict=True):
+            param.grad = slot.normal_().detach()
+            other.grad = slot.clone()
+        if index == 5:
+            for group in (*optimizer.param_groups, *wanted.param_groups):
+                group["foreach"] = not group["foreach"]
+        if index:
+            assert update.replay(), update.refusal
+        else:
+            optimizer.step()
+        wanted.step()
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(param, other)
+            torch.testing.assert_close(param.grad, other.grad)
+
+
+def test_a_shared_gradient_that_the_update_writes_to() -> None:
+    """torch's update of the second parameter reads what that of the first has written; which is left to torch."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.1, foreach=True, **{**NESTEROV, "fused": None})
+    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    replayed = []
+    for index in range(6):
+        params[0].grad = torch.randn(3)
+        params[1].grad = params[0].grad if index in (1, 4) else torch.randn(3)
+        replayed.append(bool(index) and update.replay())
+        if not replayed[-1]:
+            optimizer.step()
+    assert replayed == [False, False, True, True, False, True]
+
+
+def test_gradients_that_the_update_writes_to_are_compared_and_put_back() -> None:
+    def build() -> tuple[Net, torch.optim.Optimizer]:
+        model = Net()
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+
+    for form in FORMS:
+        done = compare(form, build, steps=8, replays=None, verify=2, rtol=1e-5, atol=1e-6)
+        assert done.status().mode == "replay"
+        assert not done.status().refusals
