@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `causal_masks`. `torch.compile` with a backend of one's
-own is public. What is not: exceptions that tell the line that could not be captured, the switch that guards hooks, the
-switches that keep numbers drawn on the host from being frozen, the guards, which functions a call runs, that it asks
-whether it is being compiled, which functions keep their results, what it takes a sequence for, the advice that Dynamo
-gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `causal_masks` and `equality`. `torch.compile` with a
+backend of one's own is public. What is not: exceptions that tell the line that could not be captured, the switch that
+guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which functions a call
+runs, that it asks whether it is being compiled, which functions keep their results, what it takes a sequence for, the
+advice that Dynamo gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
@@ -36,7 +36,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import causal_masks
+from kitsune.capture import causal_masks, equality
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -361,7 +361,19 @@ def _strict_capture() -> Iterator[_Called]:
     called: _Called = {}
     bounded = mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded())
     inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
-    with sole_capture(), without_own(), switches, generators, advice, metrics, questions, keeping, bounded, inlining:
+    refusals = (generators, questions, keeping, bounded)
+    with ExitStack() as stack:
+        for context in (
+            sole_capture(),
+            without_own(),
+            switches,
+            *refusals,
+            advice,
+            metrics,
+            inlining,
+            equality.strict(),
+        ):
+            stack.enter_context(context)
         yield called
 
 

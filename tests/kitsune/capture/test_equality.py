@@ -1,0 +1,104 @@
+"""Numbers that a model reads, and that become others which Python calls equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kitsune.capture.equality import _has_equals, _is_same
+from tests.kitsune.training import Net, Training, adam, batch, compare
+
+SETTINGS: tuple[Any, ...] = (1, 0.0)
+
+
+class Reading(Net):
+    """A model whose Python code tells integers from floats, and one zero from the other."""
+
+    def __init__(self, read: Callable[[Reading], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.read = read
+        self.set((1, 0.0))
+
+    def set(self, numbers: tuple[Any, ...]) -> None:
+        global SETTINGS
+        self.numbers = SETTINGS = numbers
+        self.by_name = {"both": numbers}
+        self.nested = (numbers, "name")
+        self.whole, self.zero = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole, zero = self.read(self)
+        factor = 0.5 if isinstance(whole, float) else 1.0
+        return super().forward(x) * factor * math.copysign(1.0, zero)
+
+
+READS: dict[str, Callable[[Reading], tuple[Any, ...]]] = {
+    "a tuple": lambda model: model.numbers,
+    "in a dict": lambda model: model.by_name["both"],
+    "in a tuple": lambda model: model.nested[0],
+    "a global": lambda model: SETTINGS,
+    "alone": lambda model: (model.whole, model.zero),
+}
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 0.0), (1, -0.0), (True, 0.0)], ids=str)
+@pytest.mark.parametrize("place", READS)
+def test_equal_numbers_that_are_others_are_noticed(place: str, numbers: tuple[Any, ...]) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Reading(READS[place])
+        return model, adam(model)
+
+    def edit(training: Training, index: int) -> None:
+        if index == 5:
+            assert isinstance(training.model, Reading)
+            training.model.set(numbers)
+
+    compare("drop_in", build, steps=9, edit=edit, replays=6)
+
+
+def test_the_same_numbers_made_anew_are_no_others() -> None:
+    model = Reading(READS["a tuple"])
+    training = Training("drop_in", model, adam(model))
+    for index in range(8):
+        model.set((int("1"), float("0")))
+        training.step(*batch(index)[0])
+    assert training.status().replays == 6
+    assert not training.status().refusals
+
+
+@pytest.mark.parametrize(
+    ("constant", "other"),
+    [
+        ((1, 2), (1.0, 2)),
+        ((1, (2, 1)), (1, (2, True))),
+        (0.0, -0.0),
+        (0j, -0.0j),
+        (frozenset({1}), frozenset({1.0})),
+        (slice(0, 1), slice(0, True)),
+        ({1}, {True}),
+    ],
+    ids=str,
+)
+def test_which_constants_are_told_from_equal_ones(constant: Any, other: Any) -> None:
+    assert constant == other
+    assert _has_equals(constant)
+    assert _is_same(constant)(constant)
+    assert not _is_same(constant)(other)
+
+
+def test_a_set_that_has_changed_is_another() -> None:
+    constant = {1}
+    is_same = _is_same(constant)
+    constant.clear()
+    constant.add(True)
+    assert not is_same(constant)
+
+
+@pytest.mark.parametrize("constant", [1, 0.5, True, "name", ("both", None), None, torch.float32], ids=str)
+def test_others_need_no_more_than_their_type(constant: Any) -> None:
+    assert not _has_equals(constant)
