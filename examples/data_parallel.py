@@ -6,6 +6,7 @@ The loop is the usual one around a `DistributedDataParallel`. Without torchrun i
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ from models.synthetic import SyntheticImages
 
 @contextmanager
 def process_group(device: str | None) -> Iterator[tuple[int, int, str | None]]:
-    """Meets the other processes; gives this one's rank, their number, and the device to train on."""
+    """Meets the other processes; gives this one's rank, their number, and the device to train on.
+
+    What was wrapped should be gone when this ends: a wrapper that is given up after its group may wait for ever.
+    """
     if not dist.is_torchelastic_launched():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -39,6 +43,7 @@ def process_group(device: str | None) -> Iterator[tuple[int, int, str | None]]:
     try:
         yield dist.get_rank(), dist.get_world_size(), device
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -88,20 +93,25 @@ def main(arguments: Sequence[str] | None = None) -> Run:
     )
     options = parser.parse_args(arguments)
     with process_group(options.device) as (rank, ranks, options.device):
-        run = Run(options)
-        train_loader, test_loader = batches(
-            SyntheticImages((1, 28, 28)), datasets.mnist, parser, options, rank=rank, ranks=ranks
-        )
-        model = DistributedDataParallel(Net().to(run.device))
-        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-        if not options.plain:
-            optimizer = kitsune.KitsuneOptimizer(optimizer)  # <- the one changed line
+        return train_and_test(parser, options, rank, ranks)
 
-        for epoch in range(1, options.epochs + 1):
-            train(run, model, train_loader, optimizer, epoch, options.accumulate)
-            if rank == 0:
-                test(run, model, test_loader, epoch)
-        return run.finish(optimizer) if rank == 0 else run
+
+def train_and_test(parser: argparse.ArgumentParser, options: argparse.Namespace, rank: int, ranks: int) -> Run:
+    """What one of the processes does."""
+    run = Run(options)
+    train_loader, test_loader = batches(
+        SyntheticImages((1, 28, 28)), datasets.mnist, parser, options, rank=rank, ranks=ranks
+    )
+    model = DistributedDataParallel(Net().to(run.device))
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    if not options.plain:
+        optimizer = kitsune.KitsuneOptimizer(optimizer)  # <- the one changed line
+
+    for epoch in range(1, options.epochs + 1):
+        train(run, model, train_loader, optimizer, epoch, options.accumulate)
+        if rank == 0:
+            test(run, model, test_loader, epoch)
+    return run.finish(optimizer) if rank == 0 else run
 
 
 if __name__ == "__main__":

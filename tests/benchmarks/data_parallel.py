@@ -5,16 +5,17 @@
 
 There is a process for each GPU, and there must be two or more; without any, two processes meet by gloo. The eager loop,
 the usual one with Kitsune, and the one with `defer_loss` are timed by turns in the same processes, once the last two
-are replayed, whichever is faster. Times are those of the first process; in every iteration it waits for the gradients of
-the others.
+are replayed, whichever is faster. Times are those of the first process; in every iteration it waits for the gradients
+of the others.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,14 @@ def _rank(rank: int, size: int, model: str, batch: int, precision: str, kind: st
         torch.set_num_threads(1)
     backend, meeting = "nccl" if kind == "cuda" else "gloo", f"file://{folder}/meeting"
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size)
-    loops = {variant: Loop(variant, model, batch, precision, device) for variant in _VARIANTS}
+    times = _times({variant: Loop(variant, model, batch, precision, device) for variant in _VARIANTS}, device)
+    if rank == 0:
+        (Path(folder) / "times").write_text(json.dumps(times), encoding="utf-8")
+    gc.collect()  # a wrapper that is given up after its process group may wait for ever
+    dist.destroy_process_group()
+
+
+def _times(loops: Mapping[str, Loop], device: torch.device) -> dict[str, list[float]]:
     for loop in loops.values():
         loop.settle()
     times: dict[str, list[float]] = {variant: [] for variant in loops}
@@ -112,9 +120,7 @@ def _rank(rank: int, size: int, model: str, batch: int, precision: str, kind: st
             taken = _block_us(loop, device)
             if block:  # the first one is for warming up
                 times[variant].append(taken)
-    if rank == 0:
-        (Path(folder) / "times").write_text(json.dumps(times), encoding="utf-8")
-    dist.destroy_process_group()
+    return times
 
 
 def _in_all(is_so: bool, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ It runs every scenario twice, by plain PyTorch and with Kitsune, from equal seed
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -415,6 +416,8 @@ def main(rank: int, size: int, folder: Path) -> None:
             pair.append([tensor.cpu() for tensor in run.seen])
         found[name] = (*pair, run.optimizer.status().as_dict())
     torch.save(found, folder / f"{rank}.pt")
+    del run
+    gc.collect()  # a wrapper that is given up after its process group may wait for ever, with plain PyTorch too
     dist.destroy_process_group()
 
 
