@@ -5,8 +5,8 @@
 
 There is a process for each GPU, and there must be two or more; without any, two processes meet by gloo. The eager loop,
 the usual one with Kitsune, and the one with `defer_loss` are timed by turns in the same processes, once the last two
-are replayed, whichever is faster. Times are those of the first process; in every iteration it waits for the gradients
-of the others.
+are replayed in all of these and nothing is tried any more. Times are those of the first process; in every iteration it
+waits for the gradients of the others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,9 @@ _VARIANTS = ("eager", "replayed", "deferred")
 _BATCHES = 8
 _BLOCKS = 20
 _BLOCK = 40
-_MOST_STEPS = 5_000
-_SETTLED_STEPS = 200
-_COVERED = {"forward", "backward", "update"}
+_MOST_STEPS = 20_000
+_SETTLED_STEPS = 400
+_MODE: Literal["auto", "replay"] = "auto"
 
 
 class Loop:
@@ -50,7 +51,7 @@ class Loop:
         self._model = DistributedDataParallel(workload.module.to(device), device_ids=ids)
         self._optimizer: torch.optim.Optimizer = torch.optim.Adam(self._model.parameters(), lr=workload.learning_rate)
         if variant != "eager":
-            self._optimizer = kitsune.KitsuneOptimizer(self._optimizer, mode="replay", defer_loss=variant == "deferred")
+            self._optimizer = kitsune.KitsuneOptimizer(self._optimizer, mode=_MODE, defer_loss=variant == "deferred")
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         if precision == "amp":
             self._autocast = partial(torch.autocast, device.type, dtype=torch.bfloat16)
@@ -65,7 +66,7 @@ class Loop:
         self._optimizer.step()
 
     def settle(self) -> None:
-        """Trains until iterations are replayed in all processes.
+        """Trains until iterations are replayed in all processes, and no other plan is tried in any of them.
 
         Raises:
             RuntimeError: they never are.
@@ -77,7 +78,8 @@ class Loop:
             self.iterate(index)
             if index % 50 == 0:
                 wait_until_quiet()
-            is_replayed = set(self._optimizer.status().covered) >= _COVERED
+            status = self._optimizer.status()
+            is_replayed = status.mode == "replay" and "update" in status.covered
             replayed = replayed + 1 if is_replayed else 0
             if index % 50 == 49 and _in_all(replayed >= _SETTLED_STEPS, self._batches[0][0].device):
                 return
