@@ -333,9 +333,10 @@ def dynamo_facts() -> list[Fact]:
 def _strict_capture() -> Iterator[_Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
-    Refused is also a model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So
-    is one of which a function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again. So is
-    one with a deque that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
+    Constants are told from others that are only equal. Refused is also a model that asks whether it is being compiled:
+    it would be told so, and is not by plain PyTorch. So is one of which a function keeps what it makes
+    (`functools.lru_cache`): Dynamo would have it make that again. So is one with a deque that has a bound: Dynamo takes
+    it for one without. What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
@@ -345,34 +346,29 @@ def _strict_capture() -> Iterator[_Called]:
     Raises:
         RefusedError: another thread is in the midst of a capture.
     """
-    switches = config.patch(
-        skip_nnmodule_hook_guards=False,
-        trace_numpy=False,
-        specialize_float=True,
-        record_runtime_overhead=False,
-        optimize_ddp=False,
-        ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
-    )
-    generators = mock.patch.object(RandomVariable, "call_method", _refuse_generator)
-    advice = mock.patch.object(dynamo_utils, "warn_once")
-    metrics = mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None)
-    questions = mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question())
-    keeping = mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results())
     called: _Called = {}
-    bounded = mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded())
-    inlining = mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called))
-    refusals = (generators, questions, keeping, bounded)
+    contexts = (
+        sole_capture(),
+        without_own(),
+        config.patch(
+            skip_nnmodule_hook_guards=False,
+            trace_numpy=False,
+            specialize_float=True,
+            record_runtime_overhead=False,
+            optimize_ddp=False,
+            ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
+        ),
+        equality.strict(),
+        mock.patch.object(RandomVariable, "call_method", _refuse_generator),
+        mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
+        mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
+        mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
+        mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called)),
+        mock.patch.object(dynamo_utils, "warn_once"),
+        mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
+    )
     with ExitStack() as stack:
-        for context in (
-            sole_capture(),
-            without_own(),
-            switches,
-            *refusals,
-            advice,
-            metrics,
-            inlining,
-            equality.strict(),
-        ):
+        for context in contexts:
             stack.enter_context(context)
         yield called
 

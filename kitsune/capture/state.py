@@ -103,13 +103,17 @@ def _wrapper_facts(function: Any) -> list[Fact]:
 
 @dataclass
 class _Slot:
-    """Parameters of one group, by its index, that are updated together."""
+    """Parameters of one group, by its index, that are updated together.
+
+    `foreach` is whether torch updates those of the group at once, where the group leaves that to it.
+    """
 
     group: int
     params: list[torch.nn.Parameter]
     state: dict[str, list[torch.Tensor]]
     steps: list[torch.Tensor]
     scalars: dict[str, torch.Tensor]
+    foreach: bool
     written: dict[str, float] = field(default_factory=dict)
 
 
@@ -264,18 +268,17 @@ class Binding:
 
     def writes_gradients(self) -> bool:
         """Whether `optimizer.step()` leaves something else in gradients than it finds there."""
-        return self._rule.may_write_gradients and any(map(self._writes_gradients_of, self._slots))
+        return any(map(self._writes_gradients_of, self._slots))
 
-    def write_gradients(self, grads: Sequence[torch.Tensor]) -> None:
-        """Leaves in the gradients of `params` what `optimizer.step()` does, after the update."""
-        gradient = {id(param): grad for param, grad in zip(self.params, grads, strict=True)}
-        with torch.no_grad():
-            for slot in filter(self._writes_gradients_of, self._slots):
-                own = [gradient[id(param)] for param in slot.params]
-                self._rule.write_gradients(own, slot.state, self._groups()[slot.group], self._found_inf)
+    def write_gradients(self) -> None:
+        """Leaves in `.grad` of `params` what `optimizer.step()` does, after the update."""
+        for slot in filter(self._writes_gradients_of, self._slots):
+            grads = [param.grad for param in slot.params if param.grad is not None]
+            with torch.no_grad():
+                self._rule.write_gradients(grads, slot.state, self._groups()[slot.group], self._found_inf)
 
     def _writes_gradients_of(self, slot: _Slot) -> bool:
-        return self._rule.writes_gradients(list(slot.params), self._groups()[slot.group])
+        return self._rule.writes_gradients(self._groups()[slot.group], slot.foreach)
 
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
@@ -330,7 +333,9 @@ class Binding:
             steps = [self._step(param) for param in params] if self._rule.has_step else []
             for name in self._rule.scalar_names():
                 state[name] = [self._scalar(param, index, name) for param in params]
-            slots += self._split(_Slot(index, params, state, steps, self._make_scalars(group, params[0].device)))
+            scalars = self._make_scalars(group, params[0].device)
+            _, foreach = torch_optimizer._default_to_fused_or_foreach(list(params), differentiable=False)
+            slots += self._split(_Slot(index, params, state, steps, scalars, foreach))
         return slots
 
     def _watch(self) -> list[tuple[torch.nn.Parameter, list[tuple[str, torch.Tensor]]]]:
@@ -365,9 +370,8 @@ class Binding:
             chosen = [index for index, other in enumerate(keys) if other == key]
             state = {name: [tensors[index] for index in chosen] for name, tensors in slot.state.items()}
             steps = [slot.steps[index] for index in chosen] if slot.steps else []
-            parts.append(
-                _Slot(slot.group, [slot.params[index] for index in chosen], state, steps, slot.scalars, slot.written)
-            )
+            params = [slot.params[index] for index in chosen]
+            parts.append(_Slot(slot.group, params, state, steps, slot.scalars, slot.foreach, slot.written))
         return parts
 
     def _state(self, param: torch.nn.Parameter, name: str) -> torch.Tensor:

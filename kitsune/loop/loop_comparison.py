@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from kitsune.capture.ambient import regions_left
+from kitsune.capture.trace import same_layout
 from kitsune.execution.in_order import with_copies
 from kitsune.loop.alive import Alive
 from kitsune.loop.guarded_step import Call
@@ -124,16 +125,16 @@ def update_differences(
     tensors = tensors_of(modules, [optimizer])
     names = {id(tensor): name for name, tensor in tensors.items()}
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    # Some updates write to gradients. (Sparse ones are not replayed.)
-    grads = {f"{names[id(param)]}.grad": param.grad for param in params if param.grad.layout is torch.strided}
-    written = {**tensors, **grads}
+    # Some updates write to gradients. Those that are laid out in another way are not replayed.
+    usual = [param for param in params if param.grad.layout is torch.strided and same_layout(param, param.grad)]
+    all_tensors = {**tensors, **{f"{names[id(param)]}.grad": param.grad for param in usual}}
 
     def run_copy(seed: int | None) -> Results:
         copies: dict[int, Any] = {}
         twin = copy.deepcopy(optimizer, copies)
         for param in params:
             copies[id(param)].grad = copies[id(param.grad)] = param.grad.clone()
-        copied = {name: copies[id(tensor)] for name, tensor in written.items() if id(tensor) in copies}
+        copied = {name: copies[id(tensor)] for name, tensor in all_tensors.items() if id(tensor) in copies}
         state = State(copied, device)
         if seed is not None:
             state.offset(_EPS, seed)
@@ -145,7 +146,7 @@ def update_differences(
         optimizer.step()
         return {}
 
-    state = State(written, device)
+    state = State(all_tensors, device)
     return compare(state, lambda: {} if update.replay() else None, plain, lambda: _EPS, lambda: spread(run_copy))
 
 

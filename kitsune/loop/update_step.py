@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import OrderedDict
@@ -149,8 +150,7 @@ class UpdateStep:
         else:
             update.recording(inputs)
         update.binding.advance()
-        if update.binding.writes_gradients():
-            update.binding.write_gradients([param.grad for param in update.binding.params if param.grad is not None])
+        update.binding.write_gradients()
 
     def _run(self) -> None:
         self._latest = None
@@ -176,7 +176,7 @@ class UpdateStep:
             inputs = update.inputs(grads)
             self._refresh(key, update, inputs)
         if update.binding.writes_gradients() and not _are_apart(grads):
-            reason = "parameters share a gradient, which the update of the first one writes to"
+            reason = "gradients share memory, to which the update writes"
             raise RefusedError(Refusal(reason), passing=True)
         self._update(update, inputs)
         if update.slots:
@@ -186,7 +186,7 @@ class UpdateStep:
 
     def _shortcut(self, update: _Update) -> UpdateShortcut | None:
         """For updates with gradients in the same slots, of the same parameters."""
-        if update.copied and update.binding.writes_gradients():  # which must be apart, each time
+        if update.copied and update.binding.writes_gradients():  # the gradients' memory is to be looked at each time
             return None
         taken = {id(param) for param in update.binding.params}
         others = [
@@ -322,8 +322,16 @@ def _addresses(slots: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
 
 
 def _are_apart(grads: Sequence[torch.Tensor]) -> bool:
-    addresses = [grad.data_ptr() for grad in grads if grad.numel()]
-    return len(set(addresses)) == len(addresses)
+    """Whether no two of them lie in memory that begins before the other's ends."""
+    spans = sorted(_span(grad) for grad in grads if grad.numel())
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the memory of its elements begins and ends."""
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _into_slots(grads: list[torch.Tensor], slots: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -305,11 +305,10 @@ class WholeStep(GuardedStep):
         for param in self._spec.owned():
             if param.grad is not None:
                 param.grad = None
-        kept, binding = outputs[1:], self._program.binding
-        if kept and binding is not None and binding.writes_gradients():
-            binding.write_gradients(kept)
-        for param, grad in zip(self._program.params, kept, strict=False):
+        for param, grad in zip(self._program.params, outputs[1:], strict=False):
             param.grad = grad
+        if self._spec.keep_grads and self._program.binding is not None:
+            self._program.binding.write_gradients()
 
     def _find_shortcut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shortcut | None:
         """A shorter way to repeat the call that was just replayed, if there is one.

@@ -23,12 +23,10 @@ class Rule(ABC):
         has_step: whether the optimizer counts the steps of each parameter.
         reads_step: whether the composed form reads that count.
         host_scalars: those of `scalar_names` that torch keeps on the host, as it does the count, unless told otherwise.
-        may_write_gradients: whether `writes_gradients` may answer True.
     """
 
     has_step: bool = True
     reads_step: bool = True
-    may_write_gradients: bool = False
     host_scalars: tuple[str, ...] = ()
 
     @abstractmethod
@@ -85,8 +83,12 @@ class Rule(ABC):
         torch's arithmetic."""
         raise NotImplementedError(f"{type(self).__name__} keeps no {name} on the host")
 
-    def writes_gradients(self, params: Tensors, options: Options) -> bool:
-        """Whether torch's update of `params` leaves something else in their gradients than it finds there."""
+    def writes_gradients(self, options: Options, foreach: bool) -> bool:
+        """Whether torch's update leaves something else in gradients than it finds there.
+
+        Args:
+            foreach: whether torch updates lists of parameters at once where the options leave that to it.
+        """
         return False
 
     def write_gradients(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.optim.optimizer import _default_to_fused_or_foreach  # has no public form; what groups are updated by follows
 
 from kitsune.capture.update_rules.arithmetic import descent
 from kitsune.capture.update_rules.rule import ComposedRule, Options, Rule, Tensors
@@ -21,7 +20,6 @@ class SGDRule(Rule):
 
     has_step = False
     reads_step = False
-    may_write_gradients = True
 
     def refuse_fused(self, dtype: torch.dtype, device: torch.device) -> Refusal | None:
         if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
@@ -86,15 +84,13 @@ class SGDRule(Rule):
             grads = list(torch._foreach_add(grads, torch._foreach_mul(buffers, momentum))) if nesterov else buffers
         torch._foreach_sub_(params, torch._foreach_mul(grads, hyper["lr"].to(dtype)))
 
-    def writes_gradients(self, params: Tensors, options: Options) -> bool:
+    def writes_gradients(self, options: Options, foreach: bool) -> bool:
         """torch's `foreach` form adds Nesterov's momentum to them, unless it computes on a copy for another reason."""
         has_momentum, nesterov, maximize, decays = self.flags(options)
         if not (has_momentum and nesterov) or maximize or decays:
             return False
-        foreach, fused = options["foreach"], options["fused"]
-        if foreach is None and fused is None:
-            _, foreach = _default_to_fused_or_foreach(params, differentiable=False)
-        return bool(foreach)
+        is_left_to_torch = options["foreach"] is None and options["fused"] is None
+        return foreach if is_left_to_torch else bool(options["foreach"])
 
     def write_gradients(
         self, grads: Tensors, state: Mapping[str, Tensors], options: Options, found_inf: torch.Tensor | None
@@ -102,9 +98,9 @@ class SGDRule(Rule):
         momentum, buffers = float(options["momentum"]), state["momentum_buffer"]
         if found_inf is None:
             torch._foreach_add_(grads, buffers, alpha=momentum)
-        else:
-            factor = (momentum * (1 - found_inf)).to(grads[0].dtype)
-            torch._foreach_add_(grads, torch._foreach_mul(buffers, factor))
+            return
+        for grad, buffer in zip(grads, buffers, strict=True):
+            grad.copy_(torch.where(found_inf == 1, grad, grad.add(buffer, alpha=momentum)))
 
 
 class ASGDRule(ComposedRule):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitsune.capture.equality import _has_equals, _is_same
+from kitsune.capture.equality import has_lookalikes, is_written_as
 from tests.kitsune.training import Net, Training, adam, batch, compare
 
 SETTINGS: tuple[Any, ...] = (1, 0.0)
@@ -86,14 +86,14 @@ def test_the_same_numbers_made_anew_are_no_others() -> None:
 )
 def test_which_constants_are_told_from_equal_ones(constant: Any, other: Any) -> None:
     assert constant == other
-    assert _has_equals(constant)
-    assert _is_same(constant)(constant)
-    assert not _is_same(constant)(other)
+    assert has_lookalikes(constant)
+    assert is_written_as(constant)(constant)
+    assert not is_written_as(constant)(other)
 
 
 def test_a_set_that_has_changed_is_another() -> None:
     constant = {1}
-    is_same = _is_same(constant)
+    is_same = is_written_as(constant)
     constant.clear()
     constant.add(True)
     assert not is_same(constant)
@@ -101,4 +101,4 @@ def test_a_set_that_has_changed_is_another() -> None:
 
 @pytest.mark.parametrize("constant", [1, 0.5, True, "name", ("both", None), None, torch.float32], ids=str)
 def test_others_need_no_more_than_their_type(constant: Any) -> None:
-    assert not _has_equals(constant)
+    assert not has_lookalikes(constant)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
+import kitsune
 from kitsune.config import Config
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
@@ -234,19 +235,33 @@ def test_gradients_are_left_as_torch_leaves_them(
             torch.testing.assert_close(param.grad, other.grad)
 
 
-def test_a_shared_gradient_that_the_update_writes_to() -> None:
+def test_gradients_that_share_memory_to_which_the_update_writes() -> None:
     """torch's update of the second parameter reads what that of the first has written; which is left to torch."""
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = torch.optim.SGD(params, lr=0.1, foreach=True, **{**NESTEROV, "fused": None})
+    params, twins = ([torch.nn.Parameter(torch.ones(6)) for _ in range(2)] for _ in range(2))
+    optimizer, wanted = (torch.optim.SGD(one, lr=0.1, foreach=True, **NESTEROV) for one in (params, twins))
     update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
     replayed = []
-    for index in range(6):
-        params[0].grad = torch.randn(3)
-        params[1].grad = params[0].grad if index in (1, 4) else torch.randn(3)
+    for index in range(8):
+        memory = torch.randn(12)
+        for (first, second), values in ((params, memory), (twins, memory.clone())):
+            first.grad = values[:6]
+            second.grad = first.grad if index in (1, 4) else values[4:10] if index == 6 else values[6:]
         replayed.append(bool(index) and update.replay())
         if not replayed[-1]:
             optimizer.step()
-    assert replayed == [False, False, True, True, False, True]
+        wanted.step()
+        for param, twin in zip(params, twins, strict=True):
+            torch.testing.assert_close([param.detach(), param.grad], [twin.detach(), twin.grad])
+    assert replayed == [False, False, True, True, False, True, False, True]
+
+
+def test_a_gradient_that_cannot_be_written_to_is_compared_as_ever() -> None:
+    param = torch.nn.Parameter(torch.ones(6))
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD([param], lr=0.1), mode="replay", verify=3)
+    for _ in range(3):
+        param.grad = torch.full((1,), torch.nan).expand(6)
+        optimizer.step()
+    assert param.isnan().all()
 
 
 def test_gradients_that_the_update_writes_to_are_compared_and_put_back() -> None:
