@@ -61,6 +61,53 @@ def test_equal_numbers_that_are_others_are_noticed(place: str, numbers: tuple[An
     compare("drop_in", build, steps=9, edit=edit, replays=6)
 
 
+class Naming(Net):
+    """A model whose Python code depends on the keys of a dictionary, and on their order."""
+
+    def __init__(self, last: Callable[[dict[Any, int]], Any]) -> None:
+        super().__init__()
+        self.last_of = last
+        self.names: dict[Any, int] = {"a": 1, "b": 2}
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = self.last_of(self.names)
+        return super().forward(x) * {"a": 1.0, "b": 0.5}.get(name, 2.0 if isinstance(name, bool) else 0.25)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param({"b": 2, "a": 1}, id="in another order"),
+        pytest.param({"c": 1, "d": 2}, id="other keys"),
+        pytest.param({"a": 1, True: 2}, id="of another type"),
+    ],
+)
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param(lambda names: list(names)[-1], id="list"),
+        pytest.param(lambda names: [*names][-1], id="unpacked"),
+        pytest.param(lambda names: tuple(names)[-1], id="tuple"),
+        pytest.param(lambda names: next(reversed(names)), id="iterator"),
+        pytest.param(lambda names: list({**names})[-1], id="copied"),
+        pytest.param(lambda names: sorted(names, key=lambda name: 0)[-1], id="sorted"),
+    ],
+)
+def test_other_keys_and_another_order_of_them_are_noticed(
+    last: Callable[[dict[Any, int]], Any], names: dict[Any, int]
+) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Naming(last)
+        return model, adam(model)
+
+    def edit(training: Training, index: int) -> None:
+        if index == 5:
+            assert isinstance(training.model, Naming)
+            training.model.names = names
+
+    compare("drop_in", build, steps=9, edit=edit, replays=6)
+
+
 def test_the_same_numbers_made_anew_are_no_others() -> None:
     model = Reading(READS["a tuple"])
     training = Training("drop_in", model, adam(model))
@@ -81,6 +128,7 @@ def test_the_same_numbers_made_anew_are_no_others() -> None:
         (frozenset({1}), frozenset({1.0})),
         (slice(0, 1), slice(0, True)),
         ({1}, {True}),
+        ({1: 0}.keys(), {True: 0}.keys()),
     ],
     ids=str,
 )
