@@ -194,9 +194,7 @@ def test_kept_gradients_that_the_update_writes_to(options: dict[str, Any], scale
         for index in range(12):
             (x, y), _ = batch(index, dtype=torch.float64)
             if scales and index == 7:
-                x[0, 0] = (
-                    1e308  # the gradients of the first weights are infinite, scaled, and that of the last bias is not
-                )
+                x[0, 0] = 1e308  # scaled gradients of the first weights are infinite, and that of the last bias is not
                 optimizer.state[model.net.last.bias]["momentum_buffer"][0] = torch.inf
             if scales and index == 8:
                 optimizer.state[model.net.last.bias]["momentum_buffer"][0] = 0.0
