@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ class TailProgram:
 
     Attributes:
         module: takes what the forward program returns, or what that takes, then the given tensors of the operations;
-            returns results, the loss first if it is one of them, then gradients.
+            returns results, the loss first if it is one of them, then gradients, packed if that is wanted.
         results: the places of those results.
         gradient_places: positions of the flat inputs of the call that get the gradients.
     """
@@ -38,6 +38,7 @@ def trace_tail(
     wanted: Sequence[int],
     given: Sequence[Sequence[torch.Tensor]],
     flat: Sequence[torch.Tensor] | None = None,
+    pack: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] | None = None,
 ) -> TailProgram:
     """Traces the operations, the backward pass of the loss, and that of the call.
 
@@ -48,6 +49,7 @@ def trace_tail(
         wanted: the places of other results that are to be returned; outputs are results of the forward pass.
         given: for each operation, the tensors that are no results.
         flat: those of the call, if its forward pass is to be part of the program.
+        pack: makes what is returned of the gradients, all of which there must be.
 
     Raises:
         RefusedError: they cannot be captured.
@@ -77,7 +79,10 @@ def trace_tail(
         found = gradients([loss], leaves, [torch.ones_like(loss)])
         grads = _backward(program, known[num_outputs:], found)
         used[:] = [index for index, grad in enumerate(grads) if grad is not None]
-        return [*(values[place].detach() for place in results), *(grad for grad in grads if grad is not None)]
+        present = [grad for grad in grads if grad is not None]
+        if pack is not None and len(present) < len(grads):
+            raise RefusedError(Refusal("the other processes wait for gradients of parameters that have none"))
+        return [*(values[place].detach() for place in results), *(present if pack is None else pack(present))]
 
     module = trace(joint, [*begin, *(tensor for some in given for tensor in some)])
     if any(map(dataflow.draws_random_numbers, module.graph.nodes)):

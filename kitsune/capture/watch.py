@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
 
+from kitsune.capture.data_parallel import active_wrapper
 from kitsune.capture.frontend import dynamo_facts, is_wrapper, refuse_dynamo
 from kitsune.capture.global_hooks import global_hook_facts, refuse_global_hooks
 from kitsune.errors import Refusal
@@ -149,7 +150,7 @@ def _sent_by_hooks(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those whose gradients go to other processes by hooks, if at all: no `DistributedDataParallel` sends them."""
     if not _has_peers():
         return []
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = active_wrapper()
     reduced = set() if wrapper is None else set(map(id, wrapper._module_parameters))
     return [param for param in params if id(param) not in reduced]
 
@@ -185,32 +186,6 @@ def _reads_global(code: types.CodeType, name: str) -> bool:
     if any(one.opname == "LOAD_GLOBAL" and one.argval == name for one in instructions):
         return True
     return any(_reads_global(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))
-
-
-def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
-    """None if `wrapper` reduces gradients as they arrive at the parameters, however they have been computed."""
-    place = "the DistributedDataParallel"
-    if wrapper.find_unused_parameters or wrapper.static_graph:
-        name = "static_graph" if wrapper.static_graph else "find_unused_parameters"
-        problem = f"{place} has {name}: it looks at autograd's graph, of which a replay is one node"
-        return Refusal(problem, remedy=f"{name}=False")
-    if wrapper._delay_all_reduce_params:
-        problem = f"{place} has delay_all_reduce_named_params, and sends their gradients at that of another parameter"
-        return Refusal(f"{problem}, which in a replay may come before theirs")
-    if wrapper.mixed_precision is not None or wrapper._use_python_reducer:
-        return Refusal(f"{place} casts parameters or has hooks on them, which a replay would not run")
-    return None
-
-
-def is_reduced() -> bool:
-    """Whether a `DistributedDataParallel` is calling its module at present."""
-    return DistributedDataParallel._active_ddp_module is not None  # Dynamo's own way to know
-
-
-def bucket_bytes() -> int | None:
-    """In how many bytes of gradients at a time the `DistributedDataParallel` that is calling its module sends them."""
-    wrapper = DistributedDataParallel._active_ddp_module
-    return None if wrapper is None else int(wrapper.bucket_bytes_cap)
 
 
 class Interceptor(ABC):

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.ambient import autocast_dtype, regions_left
+from kitsune.capture.data_parallel import Reduction
 from kitsune.capture.layout import TensorLayout, cloned, copied
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
@@ -46,6 +47,7 @@ class CallGraphs:
         again: runs the call once more, inside autograd; None where that would differ.
         step: is told; it is not kept alive.
         tail_step: replays backward passes from the loss on, if that is wanted.
+        reduction: is told of calls, and of backward passes through autograd's nodes.
 
     Attributes:
         has_replayed_loss: in the backward pass of the latest call.
@@ -61,8 +63,10 @@ class CallGraphs:
         again: fx.GraphModule | None,
         step: Listener,
         tail_step: TailStep | None,
+        reduction: Reduction | None,
     ) -> None:
         self.program = program
+        self.reduction = reduction
         self.tail_step = tail_step
         self.forward = forward
         self.again = again
@@ -81,6 +85,11 @@ class CallGraphs:
         """The outputs of a call as the loop gets them."""
         self.has_replayed_loss = False
         tails = self._tails
+        if self.reduction is not None:
+            if self.tail_step is not None and tails.are_usable():
+                self.reduction.begin(self.tail_step.trained)
+            else:
+                self.reduction.begin(())
         if self._deferral is not None and self._deferral.may_begin(tails):
             self._contexts = []
             following = Following(DeferredCall(self, self._deferral, flat), tails)
@@ -347,6 +356,8 @@ class _Replay(torch.autograd.Function):
         if ctx.is_spent:
             raise RuntimeError(SPENT)
         graphs.goes_back()
+        if graphs.reduction is not None:
+            graphs.reduction.go_back(ctx)
         runs_once = ctx.graph.part.keeps or graphs.again is not None
         saved = ctx.kept or (ctx.saved_tensors if runs_once else ())
         ctx.has_gone_back = True

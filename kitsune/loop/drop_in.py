@@ -14,17 +14,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from kitsune.capture.data_parallel import Reduction, is_reduced, refuse_reducer
 from kitsune.capture.following import unfollowed
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import refuse_closure
 from kitsune.capture.watch import (
     has_compiled_parts,
-    is_reduced,
     refuse_function_modes,
     refuse_interceptor,
     refuse_module,
-    refuse_reducer,
 )
 from kitsune.config import Config
 from kitsune.device import refuse_bfloat16, refuse_fusion, refuse_streams, synchronize
@@ -84,7 +83,7 @@ class DropInLoop:
         self._calls: dict[int, Call] = {}
         self._compiled: dict[int, Call] = {}  # of those that torch.compile has compiled, what their calls are
         self._refusals: dict[int, Refusal] = {}
-        self._reduced: set[int] = set()  # the modules of which another wrapper reduces the gradients
+        self._reduced: dict[int, Reduction] = {}  # of the modules of which a wrapper reduces the gradients
         self._taken: list[TakenOver] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
         self._most_pending = max(config.max_graphs // 2, 1)  # of one signature
@@ -124,7 +123,7 @@ class DropInLoop:
         """Lets `wrapper` reduce the gradients of the module that it is about to call."""
         refusal, inside = refuse_reducer(wrapper), compiled_inside(wrapper.module)
         if refusal is None:
-            self._reduced.add(id(inside))
+            self._reduced[id(inside)] = Reduction.of(wrapper)
         else:
             self._log.add(refusal)
             self._refusals[id(inside)] = refusal
@@ -150,7 +149,10 @@ class DropInLoop:
         call = self._calls[id(module)]
         eager = self._compiled.get(id(module), call)
         args, kwargs = unfollowed(args), unfollowed(kwargs)
-        if is_traced or self._is_paused or not torch.is_grad_enabled():
+        if is_traced or not torch.is_grad_enabled():
+            return eager(args, kwargs)
+        if self._is_paused:
+            self._begin_plainly(module)
             return eager(args, kwargs)
         if self._is_wrapped_late(module):
             self._log.add(
@@ -159,6 +161,7 @@ class DropInLoop:
             return eager(args, kwargs)
         if (mode := refuse_function_modes()) is not None:
             self._log.add(RefusedError(mode, passing=True))
+            self._begin_plainly(module)
             return eager(args, kwargs)
         signature = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
         step = self._latest = self._step_of(signature, partial(self._make, module, call))
@@ -167,6 +170,7 @@ class DropInLoop:
             step.chooser.start()
         done, output = False, None
         if choice == "replay" and step.verified < self._config.verify:
+            self._begin_plainly(module)
             done, output = self._verified(step, args, kwargs)
             choice = "eager"
         if choice == "replay":
@@ -174,10 +178,17 @@ class DropInLoop:
         if not done:
             self._fallbacks += choice == "replay"
             choice = "eager"
+            self._begin_plainly(module)
             output = eager(args, kwargs)
             step.watch_backward(output)
         self._note_call(step, choice)
         return output
+
+    def _begin_plainly(self, module: torch.nn.Module) -> None:
+        """A call runs as it is, or as if."""
+        reduction = self._reduced.get(id(module))
+        if reduction is not None:
+            reduction.begin_plainly()
 
     def _step_of(self, signature: Hashable, make: Callable[[], SplitStep]) -> SplitStep:
         """The step of a signature whose memory is not in use; the last one where all that may be are."""
@@ -338,6 +349,8 @@ class DropInLoop:
         self._finder.stop()
         for taken in self._taken:
             taken.give_back()
+        for reduction in self._reduced.values():
+            reduction.arm()
         self._steps.clear()
         self._update.release()
         self._latest = None
@@ -411,11 +424,17 @@ class DropInLoop:
         is_compiled = id(module) in self._compiled or has_compiled_parts(module)
         chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer), is_compiled=is_compiled)
         config = self._config
-        # From the loss on, gradients would not go through the nodes that reduce them, or scale them.
-        if id(module) in self._reduced or self._losses is not None:
+        if self._losses is not None:  # from the loss on, gradients would not go through the nodes that scale them
             config = dataclasses.replace(config, defer_loss=False)
         return SplitStep(
-            module, call, self._gradients, config=config, streams=self._streams, chooser=chooser, log=self._log
+            module,
+            call,
+            self._gradients,
+            config=config,
+            streams=self._streams,
+            chooser=chooser,
+            log=self._log,
+            reduction=self._reduced.get(id(module)) if config.defer_loss else None,
         )
 
 

@@ -13,15 +13,10 @@ from torch.utils import _pytree as pytree
 
 from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
+from kitsune.capture.data_parallel import Reduction, bucket_bytes, is_reduced
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
-from kitsune.capture.watch import (
-    bucket_bytes,
-    is_reduced,
-    refuse_sending_hooks,
-    refuse_surroundings,
-    sending_hook_facts,
-)
+from kitsune.capture.watch import refuse_sending_hooks, refuse_surroundings, sending_hook_facts
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.errors import Refusal, RefusedError, first_line
@@ -54,6 +49,7 @@ class SplitStep(GuardedStep):
         gradients: static gradients by address, for the optimizer's update to read in place;
             entries are added here.
         chooser: decides whether calls of this signature are replayed.
+        reduction: of a wrapped module, whose gradients may reach no node of autograd's.
     """
 
     def __init__(
@@ -66,9 +62,10 @@ class SplitStep(GuardedStep):
         streams: StreamPool,
         chooser: Chooser,
         log: RefusalLog,
+        reduction: Reduction | None = None,
     ) -> None:
         super().__init__(module, call, config=config, chooser=chooser, log=log)
-        self._gradients, self._streams = gradients, streams
+        self._gradients, self._streams, self._reduction = gradients, streams, reduction
         self._recorder = BackwardRecorder(config, streams, log)
         self._graphs: CallGraphs | None = None
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
@@ -306,7 +303,9 @@ class SplitStep(GuardedStep):
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None
-        program = trace_split(graph, flat, self._autocast, bucket_bytes())
+        # What is not left to the reducer is averaged at the end of the backward pass.
+        is_cut = self._reduction is None or not self._reduction.is_possible()
+        program = trace_split(graph, flat, self._autocast, bucket_bytes() if is_cut else None)
         self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(program, graph, flat, num_streams=1)
 
@@ -426,7 +425,7 @@ class SplitStep(GuardedStep):
             for part, recording in zip(program.parts, recordings, strict=True)
         ]
         tails = self._tail_step(program, forward, flat, known)
-        return CallGraphs(program, forward, backwards, stable, again, self, tails)
+        return CallGraphs(program, forward, backwards, stable, again, self, tails, self._reduction)
 
     def _tail_step(
         self, program: SplitProgram, forward: Recording, flat: Sequence[torch.Tensor], known: Collection[int]
@@ -438,7 +437,14 @@ class SplitStep(GuardedStep):
         if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
             return None
         return TailStep(
-            program, forward, trained, self._gradients, config=self._config, recorder=self._recorder, log=self._log
+            program,
+            forward,
+            trained,
+            self._gradients,
+            config=self._config,
+            recorder=self._recorder,
+            log=self._log,
+            reduction=self._reduction,
         )
 
 

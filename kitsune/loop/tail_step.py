@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kitsune.background import refuse_recording
 from kitsune.capture.ambient import autocast_dtype
+from kitsune.capture.data_parallel import Buckets, Reduction
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import TailProgram, trace_tail
@@ -35,6 +37,8 @@ from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Facts, attribute, result
 
+_Key = tuple[Tail, bool, Buckets | None]
+
 
 @dataclass
 class _Recorded:
@@ -45,6 +49,7 @@ class _Recorded:
         results: the places of what it returns before the gradients.
         kept: of these, the ones that the next replay overwrites.
         trained: the parameters that get a gradient.
+        buckets: the gradients are to be averaged in these; None where they are not.
         static: the gradients, where the recording keeps them.
         surroundings: hold as long as nothing wants to see the backward pass, all of these require a gradient, and there
             is no autocast, under which the backward pass was not captured.
@@ -55,9 +60,14 @@ class _Recorded:
     results: tuple[int, ...]
     kept: tuple[int, ...]
     trained: list[Tensor]
+    buckets: Buckets | None
     static: list[Tensor]
     handed_out: HandedOut
     surroundings: Facts
+
+    def gradients(self, returned: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those that the recording has returned after the results."""
+        return returned if self.buckets is None else self.static or _unpacked(self.buckets, self.trained, returned)
 
 
 class TailStep:
@@ -69,10 +79,12 @@ class TailStep:
         trained: the parameters that get gradients, as in the program.
         gradients: static gradients by address; entries are added here.
         recorder: has recorded the calls.
+        reduction: averages gradients over several processes, when that is owed.
 
     Attributes:
         is_repeatable: whether calls may be replayed with their tails: it makes no difference when the forward pass
             runs, and each output has a gradient.
+        trained: as above, by `id`.
     """
 
     def __init__(
@@ -85,14 +97,16 @@ class TailStep:
         config: Config,
         recorder: BackwardRecorder,
         log: RefusalLog,
+        reduction: Reduction | None,
     ) -> None:
         self._setup_seconds = 0.0
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._kind = program.tangents[0].device.type
-        self._config, self._recorder, self._log = config, recorder, log
-        self._recorded: dict[tuple[Tail, bool], list[_Recorded]] = {}  # see `free_place`
-        self._alone: set[tuple[Tail, bool]] = set()  # those of which there is no second recording
+        self._config, self._recorder, self._log, self._reduction = config, recorder, log, reduction
+        self._recorded: dict[_Key, list[_Recorded]] = {}  # see `free_place`
+        self._alone: set[_Key] = set()  # those of which there is no second recording
+        self.trained = frozenset(map(id, trained))
         self.is_repeatable = program.repeatable and all(program.differentiable)
 
     def accepts(self, tail: Tail) -> bool:
@@ -116,7 +130,12 @@ class TailStep:
             values: what the recorded forward pass has returned; or the flat tensors of the call, always the same ones.
             whole: whether the forward pass is to be replayed, too; see `is_repeatable`.
         """
-        key = tail, whole
+        if self._reduction is not None and self._reduction.is_armed:  # it waits for gradients at autograd's nodes
+            return None
+        owed = self._reduction if self._reduction is not None and self._reduction.is_owed else None
+        there = [grad for param in self._trained.values() if (grad := param.grad) is not None]
+        buckets = None if owed is None or there else owed.buckets
+        key = tail, whole, buckets
         alike = self._recorded.get(key, ())
         place = free_place([one.handed_out for one in alike])
         if place is None and (len(alike) == MOST_ALIKE or key in self._alone):
@@ -137,7 +156,8 @@ class TailStep:
                 return None
         if recorded is None:
             try:
-                recorded = self._record(tail, values, wanted, whole, alike[0].recording if alike else None)
+                beside = alike[0].recording if alike else None
+                recorded = self._record(tail, values, wanted, whole, buckets, beside)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
                 if alike:
@@ -147,15 +167,21 @@ class TailStep:
                     tail.refused = not whole
                 return None
             self._recorded[key] = [*alike, recorded]
-        there = [grad for param in recorded.trained if (grad := param.grad) is not None]
         if not set(wanted).issubset(recorded.results) or (there and not _may_add(there)):
+            return None
+        if owed is not None and len(recorded.trained) < len(self._trained):  # others wait for the gradients of all
             return None
         found = recorded.recording([*values, *recorded.given])
         results = dict(zip(recorded.results, found, strict=False))
         kept = {place: results[place] for place in recorded.kept if place == tail.root or place in wanted}
         if kept:
             results |= _copies(kept)
-        _accumulate(recorded.trained, found[len(recorded.results) :], is_first=not there)
+        returned = found[len(recorded.results) :]
+        if owed is not None and not there:
+            owed.average(returned)
+        _accumulate(recorded.trained, recorded.gradients(returned), is_first=not there)
+        if owed is not None and there:
+            owed.average_gradients(recorded.trained)
         return results
 
     def take_setup_seconds(self) -> float:
@@ -173,7 +199,13 @@ class TailStep:
         self._alone.clear()
 
     def _record(
-        self, tail: Tail, values: Sequence[Tensor], wanted: Sequence[int], whole: bool, beside: Recording | None
+        self,
+        tail: Tail,
+        values: Sequence[Tensor],
+        wanted: Sequence[int],
+        whole: bool,
+        buckets: Buckets | None,
+        beside: Recording | None,
     ) -> _Recorded:
         started = time.perf_counter()
         given = [tensor for some in tail.given for tensor in some]
@@ -182,7 +214,8 @@ class TailStep:
         if whole:  # whichever outputs are wanted another time
             outputs = (place for place in range(len(self._program.differentiable)) if place != tail.root)
             wanted = sorted({*outputs, *wanted})
-        program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat)
+        pack = None if buckets is None else partial(_packed, buckets, list(self._trained.values()))
+        program = trace_tail(self._program, tail.operations, tail.root, wanted, tail.given, flat, pack)
         lay_out_as_foreseen(program.module, inputs)
         device = inputs[0].device
         num_given = _num_given(program, tail, len(self._program.differentiable) if whole else 0)
@@ -190,12 +223,13 @@ class TailStep:
         given_away = handout(device, num_given) if num_given else None
         is_fused = self._program.is_rewritten
         recording = self._recorder.record_tail(program.module, inputs, given_away, is_fused=is_fused, beside=beside)
+        trained = [self._trained[place] for place in program.gradient_places]
         static: list[Tensor] = []
         if isinstance(recording.executor, CudaGraph):
-            static = recording.executor.static_outputs()[len(program.results) :]
+            returned = recording.executor.static_outputs()[len(program.results) :]
+            static = returned if buckets is None else _unpacked(buckets, trained, returned)
             self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
         self._setup_seconds += time.perf_counter() - started
-        trained = [self._trained[place] for place in program.gradient_places]
         all_trained = self._trained.values()
         surroundings = facts_type()(
             [
@@ -207,7 +241,16 @@ class TailStep:
         )
         kept = program.results[num_given:] if recording.executor.keeps_outputs else ()
         handed_out = HandedOut(static)
-        return _Recorded(recording, given, program.results, kept, trained, static, handed_out, surroundings)
+        return _Recorded(recording, given, program.results, kept, trained, buckets, static, handed_out, surroundings)
+
+
+def _packed(buckets: Buckets, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    return buckets.packed({id(param): grad for param, grad in zip(params, grads, strict=True)})
+
+
+def _unpacked(buckets: Buckets, params: Sequence[Tensor], returned: Sequence[Tensor]) -> list[Tensor]:
+    grads = buckets.unpacked(returned)
+    return [grads[id(param)] for param in params]
 
 
 def _num_given(program: TailProgram, tail: Tail, num_outputs: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kitsune
-from tests.kitsune.distributed.worker import SCENARIOS, STEPS
+from tests.kitsune.distributed.worker import FORMS, SCENARIOS, STEPS
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZE = 2
@@ -26,11 +26,24 @@ REFUSED = {
     "flat sharded parameters": "the call is not one graph",
 }
 
-Found = tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]
+AVERAGED = (
+    "plainly",
+    "batch norm with buffers of the first rank",
+    "accumulation without reduction",
+    "accumulation into gradients that stay",
+    "gradients that are kept",
+    "scaled by a gradient scaler",
+    "a backward pass for each of two calls",
+    "validation between",
+)
+
+Found = dict[tuple[str, str], tuple[list[torch.Tensor], dict[str, Any]]]
+
+forms = pytest.mark.parametrize("form", FORMS[1:])
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each process has found."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.kitsune.distributed.worker"]
@@ -55,28 +68,42 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
     "DistributedDataParallel: buckets, no_sync, join, buffers; a shape, a hook, an error or a choice on one rank alone",
     "replayed",
 )
+@forms
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_it_trains_as_plain_pytorch_does(name: str, ranks: list[dict[str, Found]]) -> None:
+def test_it_trains_as_plain_pytorch_does(name: str, form: str, ranks: list[Found]) -> None:
     on_gpus = torch.cuda.device_count() >= SIZE
     tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if on_gpus else {"rtol": 0.0, "atol": 0.0}
     for rank in ranks:
-        wanted, found, _ = rank[name]
+        wanted, found = rank["plain", name][0], rank[form, name][0]
         assert len(wanted) > STEPS
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, **tolerance, equal_nan=True)
 
 
+@forms
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in (*REFUSED, "wrapped after some steps")])
-def test_it_is_replayed(name: str, ranks: list[dict[str, Found]]) -> None:
+def test_it_is_replayed(name: str, form: str, ranks: list[Found]) -> None:
     """Also on one rank alone: it makes no difference to the others."""
-    replays = [rank[name][2]["replays"] for rank in ranks]
+    replays = [rank[form, name][1]["replays"] for rank in ranks]
     alone = {"out of memory on one rank": 1, "slower on one rank": 0}.get(name)
     assert all(count >= (STEPS - 8 if place != alone else 0) for place, count in enumerate(replays)), replays
 
 
-def test_each_of_several_calls_is_replayed(ranks: list[dict[str, Found]]) -> None:
+@pytest.mark.support("Several processes", "defer_loss: gradients are averaged in the reducer's buckets", "replayed")
+@pytest.mark.parametrize("name", AVERAGED)
+def test_gradients_are_averaged_after_losses_that_are_replayed(name: str, ranks: list[Found]) -> None:
+    assert all("loss" in rank["deferred", name][1]["covered"] for rank in ranks)
+
+
+@pytest.mark.parametrize("name", ["gradients in buckets", "gradients sent during the backward pass", "uneven inputs"])
+def test_what_else_a_reducer_does_is_left_to_it(name: str, ranks: list[Found]) -> None:
+    assert all(rank["deferred", name][1]["covered"] == ["forward", "backward", "update"] for rank in ranks)
+
+
+@forms
+def test_each_of_several_calls_is_replayed(form: str, ranks: list[Found]) -> None:
     for rank in ranks:
-        status = rank["several calls before a backward pass"][2]
+        status = rank[form, "several calls before a backward pass"][1]
         assert status["fallbacks"] == 0
         assert status["replays"] >= 2 * STEPS - 6
 
@@ -84,17 +111,19 @@ def test_each_of_several_calls_is_replayed(ranks: list[dict[str, Found]]) -> Non
 @pytest.mark.support(
     "Several processes", "find_unused_parameters, static_graph; FSDP; hooks that send", "plain PyTorch, with a reason"
 )
+@forms
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
-def test_what_cannot_be_replayed_says_so(name: str, reason: str, ranks: list[dict[str, Found]]) -> None:
+def test_what_cannot_be_replayed_says_so(name: str, reason: str, form: str, ranks: list[Found]) -> None:
     for rank in ranks:
-        status = rank[name][2]
+        status = rank[form, name][1]
         assert status["replays"] == 0
         assert reason in status["reason"]
 
 
-def test_what_is_wrapped_late_says_so(ranks: list[dict[str, Found]]) -> None:
+@forms
+def test_what_is_wrapped_late_says_so(form: str, ranks: list[Found]) -> None:
     for rank in ranks:
-        status = rank["wrapped after some steps"][2]
+        status = rank[form, "wrapped after some steps"][1]
         assert 0 < status["replays"] < 5
         assert any("before a DistributedDataParallel wrapped it" in refusal for refusal in status["refusals"])
 

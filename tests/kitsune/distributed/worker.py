@@ -1,7 +1,7 @@
 """One of several processes that train a model together: `python -m tests.kitsune.distributed.worker RANK SIZE FOLDER`.
 
-It runs every scenario twice, by plain PyTorch and with Kitsune, from equal seeds, and saves what both leave behind as
-`FOLDER/RANK.pt`: for each scenario the two lists of tensors, and the status as a dictionary.
+It runs every scenario in all forms, by plain PyTorch and with Kitsune, from equal seeds, and saves what they leave
+behind as `FOLDER/RANK.pt`: for each form and scenario the list of tensors, and the status as a dictionary.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ from tests.kitsune.training import Net, batch
 STEPS = 12
 SECONDS = 60  # that a collective may wait for the others
 
+FORMS = ("plain", "drop_in", "deferred")
+"""The last one with `defer_loss`."""
+
 SCENARIOS: dict[str, Callable[[Run], None]] = {}
 
 
 class Run:
     """A training in one of the forms, on one of the ranks."""
 
-    def __init__(self, scenario: str, rank: int, device: torch.device, *, accelerated: bool) -> None:
-        self.scenario, self.rank, self.device, self.accelerated = scenario, rank, device, accelerated
+    def __init__(self, scenario: str, rank: int, device: torch.device, form: str) -> None:
+        self.scenario, self.rank, self.device, self.form = scenario, rank, device, form
+        self.accelerated = form != "plain"
         self.seen: list[Tensor] = []
         self.model: nn.Module = nn.Module()
         self.optimizer: Any = None
@@ -57,9 +61,7 @@ class Run:
         self.optimizer = kitsune.KitsuneOptimizer(plain, **self.options()) if self.accelerated else plain
 
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"mode": "replay"}
-        if self.scenario == "deferred losses":
-            options["defer_loss"] = True
+        options: dict[str, Any] = {"mode": "replay", "defer_loss": self.form == "deferred"}
         if self.scenario == "verified":
             options["verify"] = 2
         if self.scenario == "scaled losses in float16":
@@ -113,11 +115,6 @@ def plainly(run: Run) -> None:
     run.build()
     for index in range(STEPS):
         run.step(index)
-
-
-@scenario
-def deferred_losses(run: Run) -> None:
-    plainly(run)
 
 
 @scenario
@@ -221,6 +218,84 @@ def accumulation_without_reduction(run: Run) -> None:
                 (loss / 3).backward()
                 run.note(loss)
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+        run.optimizer.step()
+
+
+@scenario
+def accumulation_into_gradients_that_stay(run: Run) -> None:
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    for index in range(STEPS):
+        run.optimizer.zero_grad(set_to_none=False)
+        with run.model.no_sync():
+            run.loss(2 * index).backward()
+        run.loss(2 * index + 1).backward()
+        run.note()
+        run.optimizer.step()
+
+
+@scenario
+def gradients_that_are_kept(run: Run) -> None:
+    run.build()
+    for index in range(STEPS):
+        run.step(index)
+        if index % 3 < 2:
+            run.seen += [param.grad for param in run.model.parameters() if param.grad is not None]
+
+
+@scenario
+def scaled_by_a_gradient_scaler(run: Run) -> None:
+    """A loss overflows on one rank; both leave out the update."""
+    run.build()
+    scaler = torch.amp.GradScaler(run.device.type, init_scale=64.0, growth_interval=3)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        loss = run.loss(index)
+        if run.rank == 1 and index == 6:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        run.note(loss)
+        scaler.step(run.optimizer)
+        scaler.update()
+    run.note(torch.tensor(scaler.get_scale()))
+
+
+@scenario
+def a_backward_pass_for_each_of_two_calls(run: Run) -> None:
+    """The gradients of the first one are reduced, those of the second one are added to them as they are."""
+    run.build()
+    for index in range(STEPS):
+        if index % 4 < 2:
+            run.step(index)
+            continue
+        run.optimizer.zero_grad()
+        first, second = run.loss(index), run.loss(100 + index)
+        first.backward()
+        run.note(first)
+        second.backward()
+        run.note(second)
+        run.optimizer.step()
+
+
+@scenario
+def calls_without_a_backward_pass(run: Run) -> None:
+    """The next gradients are reduced instead, whosever they are."""
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        if index % 3 == 2:
+            run.note(run.loss(100 + index))
+        with run.model.no_sync() if index % 3 else nullcontext():
+            loss = run.loss(index)
+            loss.backward()
+        run.note(loss)
+        if index % 3 == 0:
+            (other,) = torch.autograd.grad(run.loss(200 + index), [run.model.module.get_parameter("first.weight")])
+            run.note(other)
+        if index % 6 == 5:
+            run.model.module(run.batch(index)[0]).sum().backward()  # not called by the wrapper
+            run.note()
         run.optimizer.step()
 
 
@@ -377,6 +452,18 @@ def static_memory_on_the_cpu(run: Run) -> None:
 
 
 @scenario
+def kept_gradients_in_static_memory_on_the_cpu(run: Run) -> None:
+    with _static_memory_on_the_cpu(run):
+        gradients_that_are_kept(run)
+
+
+@scenario
+def accumulation_in_static_memory_on_the_cpu(run: Run) -> None:
+    with _static_memory_on_the_cpu(run):
+        accumulation_without_reduction(run)
+
+
+@scenario
 def several_calls_before_a_backward_pass(run: Run) -> None:
     """Also without reduction, to which later gradients are added."""
     with _static_memory_on_the_cpu(run):
@@ -408,13 +495,12 @@ def main(rank: int, size: int, folder: Path) -> None:
     )
     found: dict[str, Any] = {}
     for name, function in SCENARIOS.items():
-        pair = []
-        for accelerated in (False, True):
-            run = Run(name, rank, device, accelerated=accelerated)
+        for form in FORMS:
+            run = Run(name, rank, device, form)
             function(run)
             run.end()
-            pair.append([tensor.cpu() for tensor in run.seen])
-        found[name] = (*pair, run.optimizer.status().as_dict())
+            status = run.optimizer.status().as_dict() if run.accelerated else {}
+            found[form, name] = [tensor.cpu() for tensor in run.seen], status
     torch.save(found, folder / f"{rank}.pt")
     del run
     gc.collect()  # a wrapper that is given up after its process group may wait for ever, with plain PyTorch too

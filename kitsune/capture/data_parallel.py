@@ -1,0 +1,237 @@
+"""What a `DistributedDataParallel` does around its module, and how gradients are averaged in place of its reducer.
+
+None of that has a public reader in `torch`; this module is where it is read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from kitsune.errors import Refusal
+from kitsune.kernels.casts import is_dense
+
+
+def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
+    """None if `wrapper` reduces gradients as they arrive at the parameters, however they have been computed."""
+    place = "the DistributedDataParallel"
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        name = "static_graph" if wrapper.static_graph else "find_unused_parameters"
+        problem = f"{place} has {name}: it looks at autograd's graph, of which a replay is one node"
+        return Refusal(problem, remedy=f"{name}=False")
+    if wrapper._delay_all_reduce_params:
+        problem = f"{place} has delay_all_reduce_named_params, and sends their gradients at that of another parameter"
+        return Refusal(f"{problem}, which in a replay may come before theirs")
+    if wrapper.mixed_precision is not None or wrapper._use_python_reducer:
+        return Refusal(f"{place} casts parameters or has hooks on them, which a replay would not run")
+    return None
+
+
+def active_wrapper() -> DistributedDataParallel | None:
+    """The one that is calling its module at present."""
+    return DistributedDataParallel._active_ddp_module  # Dynamo's own way to know
+
+
+def is_reduced() -> bool:
+    """Whether a `DistributedDataParallel` is calling its module at present."""
+    return active_wrapper() is not None
+
+
+def bucket_bytes() -> int | None:
+    """In how many bytes of gradients at a time the `DistributedDataParallel` that is calling its module sends them."""
+    wrapper = active_wrapper()
+    return None if wrapper is None else int(wrapper.bucket_bytes_cap)
+
+
+class _Slot(NamedTuple):
+    """Where the gradient of a parameter, which is known by its `id`, lies in a bucket, and as what."""
+
+    param: int
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Buckets:
+    """The flat tensors in which a reducer sums gradients up, one after the other: the same ones in all processes.
+
+    Args:
+        wrapper: has rebuilt its buckets, and leaves them as they are from now on.
+
+    Attributes:
+        params: whose gradients they hold, by `id`.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._slots: list[list[_Slot]] = []
+        for bucket in wrapper.reducer._get_zeros_like_grad_buckets():
+            places = zip(bucket.parameters(), bucket.gradients(), strict=True)
+            slots = [_Slot(id(param), int(at.storage_offset()), param.shape, param.stride()) for param, at in places]
+            if not all(map(is_dense, bucket.parameters())):
+                raise ValueError("a parameter has gaps")
+            self._slots.append(slots)
+        self.params = frozenset(slot.param for slots in self._slots for slot in slots)
+        self._share = 1 / dist.get_world_size(wrapper.process_group)
+
+    def packed(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+        """What each bucket sums up: the share of this process, whose gradients are given by `id` of their parameters.
+
+        As the reducer does, these are multiplied before they are summed up. It may be traced.
+        """
+        return [torch.cat([_flat(grads[slot.param], slot) for slot in slots]) * self._share for slots in self._slots]
+
+    def unpacked(self, buckets: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The gradients in `buckets`, as views of them, by `id` of their parameters."""
+        return {
+            slot.param: bucket.as_strided(slot.size, slot.stride, bucket.storage_offset() + slot.offset)
+            for bucket, slots in zip(buckets, self._slots, strict=True)
+            for slot in slots
+        }
+
+
+def _flat(grad: Tensor, slot: _Slot) -> Tensor:
+    """The values of a gradient in the order in which the parameter has them in memory."""
+    order = sorted(range(grad.dim()), key=lambda place: slot.stride[place], reverse=True)
+    return grad.permute(order).reshape(-1)
+
+
+class Reduction:
+    """Averages gradients over the processes of a `DistributedDataParallel` where they reach no node of autograd's.
+
+    After a call that is to be followed by a reduction, the wrapper arms its reducer: the gradients that come next to
+    autograd's nodes are reduced, and disarm it. Replays that leave gradients in `.grad` themselves come to none. So the
+    reducer must not be armed before them, or it would reduce in a later backward pass that nobody wants to be reduced:
+    arming is put off, until either gradients have been averaged here, or some are about to come to the nodes.
+
+    The collective operations are those of the reducer in its order: the other processes may run either.
+
+    Attributes:
+        is_armed: whether the reducer may be armed.
+        is_owed: whether it would be, if that had not been put off: the next gradients are to be averaged.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self.is_armed, self.is_owed = True, False
+        self._wrapper = weakref.ref(wrapper)
+        self._buckets: Buckets | None = None
+        self._is_left_alone = False  # the reducer, for good
+
+    @classmethod
+    def of(cls, wrapper: DistributedDataParallel) -> Reduction:
+        """The one for `wrapper`, whoever asks."""
+        return _reductions.setdefault(wrapper, cls(wrapper))
+
+    @property
+    def buckets(self) -> Buckets:
+        """Those of the gradients that are owed."""
+        assert self._buckets is not None
+        return self._buckets
+
+    def is_possible(self) -> bool:
+        """Whether the reducer does no more than to average gradients, in buckets that stay as they are."""
+        wrapper = self._wrapper()
+        if wrapper is None or wrapper.gradient_as_bucket_view or not wrapper._has_rebuilt_buckets:
+            self._buckets = None
+            return False
+        self._is_left_alone |= bool(wrapper._join_config.enable or wrapper._comm_hooks)
+        if self._buckets is None and not self._is_left_alone:
+            try:
+                self._buckets = Buckets(wrapper)
+            except (ValueError, torch.OutOfMemoryError):
+                self._is_left_alone = True
+            self._is_left_alone |= "comm_hook" in wrapper._get_ddp_logging_data()  # one of torch's own
+        return not self._is_left_alone
+
+    def begin(self, trained: Collection[int]) -> None:
+        """A call is being replayed, of which the parameters `trained`, by `id`, may get gradients without any node."""
+        wrapper = self._calling()
+        if wrapper is None:
+            return
+        if self.is_armed or not self.is_possible() or self.buckets.params != trained:
+            self.is_armed, self.is_owed = True, False
+        elif not isinstance(wrapper.reducer, _Unarmed):
+            _replace_reducer(wrapper, _Unarmed(self, wrapper.reducer))
+
+    def begin_plainly(self) -> None:
+        """A call runs as it is: its gradients come to nodes of which nobody tells here."""
+        self.arm()
+        self.is_armed |= self._calling() is not None
+
+    def arm(self) -> None:
+        """Arms the reducer if that is owed."""
+        wrapper = self._wrapper()
+        if self.is_owed and wrapper is not None:
+            self.is_armed, self.is_owed = True, False
+            _real(wrapper.reducer).prepare_for_backward([])
+
+    def go_back(self, node: Any) -> None:
+        """`node`, in which gradients of all parameters are about to be computed for autograd, goes back."""
+        self.arm()
+        if self.is_armed:
+            self.is_armed = not _reaches_all(node)
+
+    def average(self, buckets: Sequence[Tensor]) -> None:
+        """Sums up what is in `buckets` over all processes, each in its place."""
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        self.is_owed = False
+        for bucket in buckets:
+            dist.all_reduce(bucket, group=wrapper.process_group)
+
+    def average_gradients(self, params: Sequence[Tensor]) -> None:
+        """Averages what is in `.grad` of all that the buckets are for, in place: sums of several backward passes."""
+        grads = {id(param): param.grad for param in params if param.grad is not None}
+        with torch.no_grad():
+            buckets = self.buckets.packed(grads)
+            self.average(buckets)
+            averaged = self.buckets.unpacked(buckets)
+            torch._foreach_copy_(list(grads.values()), [averaged[param] for param in grads])
+
+    def _calling(self) -> DistributedDataParallel | None:
+        """The wrapper, if it is calling its module, and arms its reducer afterwards."""
+        wrapper = active_wrapper()
+        if wrapper is None or wrapper is not self._wrapper() or not wrapper.require_backward_grad_sync:
+            return None
+        return wrapper
+
+
+class _Unarmed:
+    """Stands in for the reducer of a wrapper until it would be armed, at the end of the call."""
+
+    def __init__(self, reduction: Reduction, reducer: Any) -> None:
+        self.reduction, self.reducer = reduction, reducer
+
+    def prepare_for_backward(self, outputs: list[Tensor]) -> None:
+        wrapper = self.reduction._wrapper()
+        assert wrapper is not None and not outputs
+        _replace_reducer(wrapper, self.reducer)
+        self.reduction.is_owed = True
+
+    def __getattr__(self, name: str) -> Any:  # a call that raised has left this in place
+        return getattr(self.reducer, name)
+
+
+def _reaches_all(node: Any) -> bool:
+    """Whether gradients go on from a node, which is going back, to all that follow it."""
+    following = [one for one, _ in node.next_functions if one is not None]
+    try:
+        return all(map(torch._C._will_engine_execute_node, following))
+    except RuntimeError:  # in torch.autograd.grad(): they go to no leaf
+        return False
+
+
+def _replace_reducer(wrapper: DistributedDataParallel, reducer: Any) -> None:
+    wrapper.reducer = reducer
+
+
+def _real(reducer: Any) -> Any:
+    return reducer.reducer if isinstance(reducer, _Unarmed) else reducer
+
+
+_reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
