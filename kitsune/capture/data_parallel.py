@@ -143,32 +143,45 @@ class Reduction:
         if self._buckets is None and not self._is_left_alone:
             try:
                 self._buckets = Buckets(wrapper)
-            except (ValueError, torch.OutOfMemoryError):
+            except (ValueError, RuntimeError):  # gradients are sparse, or there is too little memory
                 self._is_left_alone = True
             self._is_left_alone |= "comm_hook" in wrapper._get_ddp_logging_data()  # one of torch's own
         return not self._is_left_alone
 
     def begin(self, trained: Collection[int]) -> None:
         """A call is being replayed, of which the parameters `trained`, by `id`, may get gradients without any node."""
-        wrapper = self._calling()
+        wrapper = active_wrapper()
         if wrapper is None:
             return
-        if self.is_armed or not self.is_possible() or self.buckets.params != trained:
+        if wrapper is not self._wrapper():  # but another one that the module was given to since
+            self.is_armed = True
+            return
+        _put_back(wrapper)
+        is_possible = self.is_possible()
+        if not is_possible:
+            self.arm()
+        if not wrapper.require_backward_grad_sync:
+            return
+        if self.is_armed or not is_possible or self.buckets.params != trained:
             self.is_armed, self.is_owed = True, False
-        elif not isinstance(wrapper.reducer, _Unarmed):
+        else:
             _replace_reducer(wrapper, _Unarmed(self, wrapper.reducer))
 
     def begin_plainly(self) -> None:
         """A call runs as it is: its gradients come to nodes of which nobody tells here."""
         self.arm()
-        self.is_armed |= self._calling() is not None
+        self.is_possible()
+        self.is_armed |= active_wrapper() is not None
 
     def arm(self) -> None:
         """Arms the reducer if that is owed."""
         wrapper = self._wrapper()
-        if self.is_owed and wrapper is not None:
+        if wrapper is None:
+            return
+        _put_back(wrapper)
+        if self.is_owed:
             self.is_armed, self.is_owed = True, False
-            _real(wrapper.reducer).prepare_for_backward([])
+            wrapper.reducer.prepare_for_backward([])
 
     def go_back(self, node: Any) -> None:
         """`node`, in which gradients of all parameters are about to be computed for autograd, goes back."""
@@ -193,13 +206,6 @@ class Reduction:
             averaged = self.buckets.unpacked(buckets)
             torch._foreach_copy_(list(grads.values()), [averaged[param] for param in grads])
 
-    def _calling(self) -> DistributedDataParallel | None:
-        """The wrapper, if it is calling its module, and arms its reducer afterwards."""
-        wrapper = active_wrapper()
-        if wrapper is None or wrapper is not self._wrapper() or not wrapper.require_backward_grad_sync:
-            return None
-        return wrapper
-
 
 class _Unarmed:
     """Stands in for the reducer of a wrapper until it would be armed, at the end of the call."""
@@ -213,7 +219,7 @@ class _Unarmed:
         _replace_reducer(wrapper, self.reducer)
         self.reduction.is_owed = True
 
-    def __getattr__(self, name: str) -> Any:  # a call that raised has left this in place
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.reducer, name)
 
 
@@ -230,8 +236,10 @@ def _replace_reducer(wrapper: DistributedDataParallel, reducer: Any) -> None:
     wrapper.reducer = reducer
 
 
-def _real(reducer: Any) -> Any:
-    return reducer.reducer if isinstance(reducer, _Unarmed) else reducer
+def _put_back(wrapper: DistributedDataParallel) -> None:
+    """Lets `wrapper` have its reducer, if a call that was interrupted has left another one there."""
+    if isinstance(wrapper.reducer, _Unarmed):
+        _replace_reducer(wrapper, wrapper.reducer.reducer)
 
 
 _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()

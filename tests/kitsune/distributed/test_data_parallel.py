@@ -31,7 +31,6 @@ AVERAGED = (
     "batch norm with buffers of the first rank",
     "accumulation without reduction",
     "accumulation into gradients that stay",
-    "gradients that are kept",
     "scaled by a gradient scaler",
     "a backward pass for each of two calls",
     "validation between",

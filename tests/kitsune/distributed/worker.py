@@ -384,6 +384,20 @@ def wrapped_after_some_steps(run: Run) -> None:
 
 
 @scenario
+def wrapped_once_more(run: Run) -> None:
+    run.build(lambda: nn.Sequential(Net()))
+    for index in range(6):
+        run.step(index)
+    assert isinstance(run.model, DistributedDataParallel)
+    inner = run.model.module
+    run.model = nn.Module()
+    gc.collect()
+    run.model = DistributedDataParallel(inner)
+    for index in range(6, STEPS):
+        run.step(index)
+
+
+@scenario
 def sharded_parameters(run: Run) -> None:
     mesh = init_device_mesh(run.device.type, (dist.get_world_size(),))
     run.build_with(partial(fully_shard, mesh=mesh))
