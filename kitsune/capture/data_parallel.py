@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kitsune.errors import Refusal
 from kitsune.kernels.casts import is_dense
+from kitsune.kernels.pack_bucket import Ready, pack_bucket
 
 
 def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
@@ -57,6 +58,11 @@ class _Slot(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
 
+    @property
+    def order(self) -> list[int]:
+        """The dimensions, from that with the greatest stride on."""
+        return sorted(range(len(self.size)), key=lambda place: self.stride[place], reverse=True)
+
 
 class Buckets:
     """The flat tensors in which a reducer sums gradients up, one after the other: the same ones in all processes.
@@ -78,13 +84,32 @@ class Buckets:
             self._slots.append(slots)
         self.params = frozenset(slot.param for slots in self._slots for slot in slots)
         self._share = 1 / dist.get_world_size(wrapper.process_group)
+        on_cuda = wrapper.device_type == "cuda"
+        self._ready = [Ready() if on_cuda else None for _ in self._slots]
+        self._stream = torch.cuda.Stream(next(wrapper.parameters()).device) if on_cuda else None
 
     def packed(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
         """What each bucket sums up: the share of this process, whose gradients are given by `id` of their parameters.
 
         As the reducer does, these are multiplied before they are summed up. It may be traced.
         """
-        return [torch.cat([_flat(grads[slot.param], slot) for slot in slots]) * self._share for slots in self._slots]
+        return [
+            pack_bucket([grads[slot.param] for slot in slots], [slot.order for slot in slots], self._share, ready)
+            for slots, ready in zip(self._slots, self._ready, strict=True)
+        ]
+
+    def sum_up(self, buckets: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        """Sums up what has been packed over all processes, each bucket as soon as it is there."""
+        if self._stream is None:
+            for bucket in buckets:
+                dist.all_reduce(bucket, group=group)
+            return
+        with torch.cuda.stream(self._stream):
+            for bucket, ready in zip(buckets, self._ready, strict=True):
+                assert ready is not None
+                self._stream.wait_event(ready.event)
+                dist.all_reduce(bucket, group=group)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def unpacked(self, buckets: Sequence[Tensor]) -> dict[int, Tensor]:
         """The gradients in `buckets`, as views of them, by `id` of their parameters."""
@@ -93,12 +118,6 @@ class Buckets:
             for bucket, slots in zip(buckets, self._slots, strict=True)
             for slot in slots
         }
-
-
-def _flat(grad: Tensor, slot: _Slot) -> Tensor:
-    """The values of a gradient in the order in which the parameter has them in memory."""
-    order = sorted(range(grad.dim()), key=lambda place: slot.stride[place], reverse=True)
-    return grad.permute(order).reshape(-1)
 
 
 class Reduction:
@@ -190,12 +209,11 @@ class Reduction:
             self.is_armed = not _reaches_all(node)
 
     def average(self, buckets: Sequence[Tensor]) -> None:
-        """Sums up what is in `buckets` over all processes, each in its place."""
+        """Sums up what has been packed over all processes, in its place."""
         wrapper = self._wrapper()
         assert wrapper is not None
         self.is_owed = False
-        for bucket in buckets:
-            dist.all_reduce(bucket, group=wrapper.process_group)
+        self.buckets.sum_up(buckets, wrapper.process_group)
 
     def average_gradients(self, params: Sequence[Tensor]) -> None:
         """Averages what is in `.grad` of all that the buckets are for, in place: sums of several backward passes."""

@@ -13,6 +13,7 @@ from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.trace import gradients, interpret, trace
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
+from kitsune.kernels.pack_bucket import PACK_BUCKET
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,19 @@ def trace_tail(
         return [*(values[place].detach() for place in results), *(present if pack is None else pack(present))]
 
     module = trace(joint, [*begin, *(tensor for some in given for tensor in some)])
+    if pack is not None:
+        _pack_early(module)
     if any(map(dataflow.draws_random_numbers, module.graph.nodes)):
         raise RefusedError(Refusal("what the loop does with the model's output draws random numbers"))
     return TailProgram(module, tuple(results), tuple(program.parts[0].gradient_places[index] for index in used))
+
+
+def _pack_early(module: fx.GraphModule) -> None:
+    """Has gradients packed as soon as they are there: other processes may get them while the rest is computed."""
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    for node in module.graph.find_nodes(op="call_function", target=PACK_BUCKET):
+        max(node.all_input_nodes, key=order.__getitem__).append(node)
+    module.recompile()
 
 
 def _needed(operations: Sequence[Operation], results: Sequence[int], num_outputs: int) -> set[int]:

@@ -15,6 +15,7 @@ from kitsune.capture.operations import Operation, described
 from kitsune.capture.split_program import trace_split
 from kitsune.capture.tail_program import TailProgram, trace_tail
 from kitsune.errors import RefusedError
+from kitsune.kernels.pack_bucket import PACK_BUCKET, pack_bucket
 from tests.kitsune.capture.graphs import flat_graph
 from tests.kitsune.capture.test_split_program import MODULES, Together
 
@@ -57,7 +58,11 @@ def loss_of(outputs: Sequence[Tensor]) -> Tensor:
     return loss + outputs[1].square().mean() if len(outputs) > 1 else loss
 
 
-def traced(module: nn.Module, loss: Callable[[Sequence[Tensor]], Tensor]) -> tuple[list[Tensor], TailProgram, Recorder]:
+def traced(
+    module: nn.Module,
+    loss: Callable[[Sequence[Tensor]], Tensor],
+    pack: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
+) -> tuple[list[Tensor], TailProgram, Recorder]:
     """The flat inputs of a call, its tail, and what was done."""
     graph, flat = flat_graph(module, X)
     program = trace_split(graph, flat)
@@ -66,7 +71,8 @@ def traced(module: nn.Module, loss: Callable[[Sequence[Tensor]], Tensor]) -> tup
     recorder = Recorder([value.detach() for value in values[:count]])
     needed = [output for output, needs in zip(recorder.outputs(), program.differentiable, strict=True) if needs]
     result = loss(needed)
-    tail = trace_tail(program, recorder.operations, result.place, (), recorder.given)  # type: ignore[attr-defined]
+    place = result.place  # type: ignore[attr-defined]
+    tail = trace_tail(program, recorder.operations, place, (), recorder.given, pack=pack)
     outputs = tail.module(*recorder.values[:count], *values[count:], *(one for some in recorder.given for one in some))
     recorder.values.append(outputs)
     return flat, tail, recorder
@@ -104,6 +110,27 @@ def test_parameters_of_an_unused_output_have_no_gradient() -> None:
     reached = {id(flat[place]) for place in tail.gradient_places}
     assert id(module.right.weight) not in reached
     assert id(module.trunk.weight) in reached
+
+
+def test_gradients_are_packed_as_soon_as_they_are_there() -> None:
+    def pack(grads: Sequence[Tensor]) -> list[Tensor]:
+        return [pack_bucket([grad], [list(range(grad.dim()))], 0.5, None) for grad in reversed(grads)]
+
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    flat, tail, recorder = traced(module, loss_of, pack)
+    _, *packed = recorder.values[-1]
+    wanted = torch.autograd.grad(loss_of([module(X)]), [flat[place] for place in tail.gradient_places])
+    for bucket, grad in zip(packed, reversed(wanted), strict=True):
+        torch.testing.assert_close(bucket, grad.flatten() / 2)
+    computed = [node.target for node in tail.module.graph.nodes if node.op == "call_function"]
+    places = [place for place, target in enumerate(computed) if target is PACK_BUCKET]
+    products = [place for place, target in enumerate(computed) if target is torch.ops.aten.mm.default]
+    assert sum(place < products[-1] for place in places) >= 3
+
+
+def test_all_gradients_that_are_packed_have_to_be_there() -> None:
+    with pytest.raises(RefusedError, match="wait for gradients of parameters that have none"):
+        traced(Together(), lambda outputs: functional.cross_entropy(outputs[0], LABELS), pack=list)
 
 
 @pytest.mark.parametrize(
