@@ -97,6 +97,11 @@ def _pack_early(module: fx.GraphModule) -> None:
     """Has gradients packed as soon as they are there: other processes may get them while the rest is computed."""
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in module.graph.find_nodes(op="call_function", target=PACK_BUCKET):
+        for given in node.all_input_nodes:
+            if given.target is torch.ops.aten.detach.default:  # the last of all, where they were returned
+                node.replace_input_with(given, given.all_input_nodes[0])
+                if not given.users:
+                    module.graph.erase_node(given)
         max(node.all_input_nodes, key=order.__getitem__).append(node)
     module.recompile()
 
