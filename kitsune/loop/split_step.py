@@ -303,7 +303,7 @@ class SplitStep(GuardedStep):
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None
-        # What is not left to the reducer is averaged at the end of the backward pass.
+        # Where the reducer is not to send gradients while the pass goes on, one graph has all of it, as tails need.
         is_cut = self._reduction is None or not self._reduction.is_possible()
         program = trace_split(graph, flat, self._autocast, bucket_bytes() if is_cut else None)
         self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
