@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from kitsune.errors import Refusal
@@ -131,12 +132,12 @@ class Reduction:
     The collective operations are those of the reducer in its order: the other processes may run either.
 
     Attributes:
-        is_armed: whether the reducer may be armed.
+        may_be_armed: whether the reducer is armed, as far as is known.
         is_owed: whether it would be, if that had not been put off: the next gradients are to be averaged.
     """
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self.is_armed, self.is_owed = True, False
+        self.may_be_armed, self.is_owed = True, False
         self._wrapper = weakref.ref(wrapper)
         self._buckets: Buckets | None = None
         self._is_left_alone = False  # the reducer, for good
@@ -144,7 +145,9 @@ class Reduction:
     @classmethod
     def of(cls, wrapper: DistributedDataParallel) -> Reduction:
         """The one for `wrapper`, whoever asks."""
-        return _reductions.setdefault(wrapper, cls(wrapper))
+        if wrapper not in _reductions:
+            _reductions[wrapper] = cls(wrapper)
+        return _reductions[wrapper]
 
     @property
     def buckets(self) -> Buckets:
@@ -167,46 +170,49 @@ class Reduction:
             self._is_left_alone |= "comm_hook" in wrapper._get_ddp_logging_data()  # one of torch's own
         return not self._is_left_alone
 
-    def begin(self, trained: Collection[int]) -> None:
+    def begin(self, trained: Collection[int] = ()) -> None:
         """A call is being replayed, of which the parameters `trained`, by `id`, may get gradients without any node."""
         wrapper = active_wrapper()
         if wrapper is None:
             return
         if wrapper is not self._wrapper():  # but another one that the module was given to since
-            self.is_armed = True
+            self.may_be_armed = True
             return
         _put_back(wrapper)
-        is_possible = self.is_possible()
-        if not is_possible:
+        if not self.is_possible():
             self.arm()
         if not wrapper.require_backward_grad_sync:
             return
-        if self.is_armed or not is_possible or self.buckets.params != trained:
-            self.is_armed, self.is_owed = True, False
+        if self.may_be_armed or self.buckets.params != trained:
+            self.may_be_armed, self.is_owed = True, False
         else:
-            _replace_reducer(wrapper, _Unarmed(self, wrapper.reducer))
+            wrapper.reducer = _Unarmed(self, wrapper.reducer)  # type: ignore[assignment]
 
     def begin_plainly(self) -> None:
         """A call runs as it is: its gradients come to nodes of which nobody tells here."""
-        self.arm()
         self.is_possible()
-        self.is_armed |= active_wrapper() is not None
+        self.arm()
 
     def arm(self) -> None:
-        """Arms the reducer if that is owed."""
+        """Arms the reducer if that is owed; from now on it may be armed."""
+        self.may_be_armed = True
         wrapper = self._wrapper()
         if wrapper is None:
             return
         _put_back(wrapper)
         if self.is_owed:
-            self.is_armed, self.is_owed = True, False
+            self.is_owed = False
             wrapper.reducer.prepare_for_backward([])
 
     def go_back(self, node: Any) -> None:
         """`node`, in which gradients of all parameters are about to be computed for autograd, goes back."""
-        self.arm()
-        if self.is_armed:
-            self.is_armed = not _reaches_all(node)
+        if self.is_owed:
+            self.arm()
+        if self.may_be_armed and _reaches_all(node):
+            Variable._execution_engine.queue_callback(self._disarmed)  # where no hook raises
+
+    def _disarmed(self) -> None:
+        self.may_be_armed = False
 
     def average(self, buckets: Sequence[Tensor]) -> None:
         """Sums up what has been packed over all processes, in its place."""
@@ -234,7 +240,7 @@ class _Unarmed:
     def prepare_for_backward(self, outputs: list[Tensor]) -> None:
         wrapper = self.reduction._wrapper()
         assert wrapper is not None and not outputs
-        _replace_reducer(wrapper, self.reducer)
+        wrapper.reducer = self.reducer
         self.reduction.is_owed = True
 
     def __getattr__(self, name: str) -> Any:
@@ -250,14 +256,17 @@ def _reaches_all(node: Any) -> bool:
         return False
 
 
-def _replace_reducer(wrapper: DistributedDataParallel, reducer: Any) -> None:
-    wrapper.reducer = reducer
-
-
 def _put_back(wrapper: DistributedDataParallel) -> None:
     """Lets `wrapper` have its reducer, if a call that was interrupted has left another one there."""
     if isinstance(wrapper.reducer, _Unarmed):
-        _replace_reducer(wrapper, wrapper.reducer.reducer)
+        wrapper.reducer = wrapper.reducer.reducer
+
+
+def begin_unfollowed() -> None:
+    """A call, perhaps of a wrapper, runs as it is, and nobody answers those of its module any more."""
+    reduction = _reductions.get(wrapper) if (wrapper := active_wrapper()) is not None else None
+    if reduction is not None:
+        reduction.begin_plainly()
 
 
 _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()

@@ -78,7 +78,8 @@ class CallGraphs:
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
         layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
         self._tails = Tails(layouts[: len(program.differentiable)])
-        self._deferral = None if tail_step is None else Deferral(tail_step, self.stable)
+        # Nodes of several wrapped modules must be made in the order of the calls: they send gradients in that order.
+        self._deferral = None if tail_step is None or reduction is not None else Deferral(tail_step, self.stable)
         self._contexts: list[weakref.ref[Any]] = []  # the nodes of the latest call
 
     def call(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -86,10 +87,7 @@ class CallGraphs:
         self.has_replayed_loss = False
         tails = self._tails
         if self.reduction is not None:
-            if self.tail_step is not None and tails.are_usable():
-                self.reduction.begin(self.tail_step.trained)
-            else:
-                self.reduction.begin(())
+            self.reduction.begin(self.tail_step.trained if self.tail_step is not None and tails.are_usable() else ())
         if self._deferral is not None and self._deferral.may_begin(tails):
             self._contexts = []
             following = Following(DeferredCall(self, self._deferral, flat), tails)

@@ -124,6 +124,7 @@ class DropInLoop:
         refusal, inside = refuse_reducer(wrapper), compiled_inside(wrapper.module)
         if refusal is None:
             self._reduced[id(inside)] = Reduction.of(wrapper)
+            self._begin_plainly(inside)
         else:
             self._log.add(refusal)
             self._refusals[id(inside)] = refusal

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from kitsune.capture.data_parallel import begin_unfollowed
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.global_hooks import is_own_away, look_at_calls
 from kitsune.capture.watch import Interceptor, is_compiled
@@ -212,6 +213,7 @@ class TakenOver(Interceptor):
         assert module is not None
         if taker is None or (self._changes != _takers.changes and not self._is_newest(taker)):
             self.give_back()
+            begin_unfollowed()
             return call_module(module, args, kwargs) if self.compiled is None else self.compiled(*args, **kwargs)
         return taker.call(module, args, kwargs)
 

@@ -105,7 +105,7 @@ class TailStep:
         self._kind = program.tangents[0].device.type
         self._config, self._recorder, self._log, self._reduction = config, recorder, log, reduction
         self._recorded: dict[_Key, list[_Recorded]] = {}  # see `free_place`
-        self._alone: set[_Key] = set()  # those of which there is no second recording
+        self._alone: set[_Key] = set()  # those of which no further recording is made
         self.trained = frozenset(map(id, trained))
         self.is_repeatable = program.repeatable and all(program.differentiable)
 
@@ -130,7 +130,7 @@ class TailStep:
             values: what the recorded forward pass has returned; or the flat tensors of the call, always the same ones.
             whole: whether the forward pass is to be replayed, too; see `is_repeatable`.
         """
-        if self._reduction is not None and self._reduction.is_armed:  # it waits for gradients at autograd's nodes
+        if self._reduction is not None and self._reduction.may_be_armed:  # it waits for gradients at autograd's nodes
             return None
         owed = self._reduction if self._reduction is not None and self._reduction.is_owed else None
         there = [grad for param in self._trained.values() if (grad := param.grad) is not None]
@@ -160,7 +160,7 @@ class TailStep:
                 recorded = self._record(tail, values, wanted, whole, buckets, beside)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
-                if alike:
+                if alike or buckets is not None:
                     self._alone.add(key)
                 else:
                     self.is_repeatable &= not whole

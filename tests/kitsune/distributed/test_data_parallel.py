@@ -26,6 +26,9 @@ REFUSED = {
     "flat sharded parameters": "the call is not one graph",
 }
 
+SHORT = ("wrapped after some steps", "another optimizer in between")
+"""Their last loops end soon after a capture."""
+
 AVERAGED = (
     "plainly",
     "batch norm with buffers of the first rank",
@@ -80,7 +83,7 @@ def test_it_trains_as_plain_pytorch_does(name: str, form: str, ranks: list[Found
 
 
 @forms
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in (*REFUSED, "wrapped after some steps")])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in (*REFUSED, *SHORT)])
 def test_it_is_replayed(name: str, form: str, ranks: list[Found]) -> None:
     """Also on one rank alone: it makes no difference to the others."""
     replays = [rank[form, name][1]["replays"] for rank in ranks]

@@ -57,8 +57,11 @@ class Run:
     def build_with(self, wrap: Callable[[nn.Module], nn.Module], net: Callable[[], nn.Module] = Net) -> None:
         torch.manual_seed(2)
         self.model = wrap(net().to(self.device))
-        plain = torch.optim.Adam(self.model.parameters(), lr=0.05, fused=True)
-        self.optimizer = kitsune.KitsuneOptimizer(plain, **self.options()) if self.accelerated else plain
+        self.optimizer = self.optimizer_of(self.model)
+
+    def optimizer_of(self, model: nn.Module) -> Any:
+        plain = torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+        return kitsune.KitsuneOptimizer(plain, **self.options()) if self.accelerated else plain
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"mode": "replay", "defer_loss": self.form == "deferred"}
@@ -297,6 +300,76 @@ def calls_without_a_backward_pass(run: Run) -> None:
             run.model.module(run.batch(index)[0]).sum().backward()  # not called by the wrapper
             run.note()
         run.optimizer.step()
+
+
+@scenario
+def two_models_in_one_loss(run: Run) -> None:
+    """Their reducers send in one order, also where a rank has another batch."""
+    run.build(lambda: nn.Linear(4, 3))
+    other = DistributedDataParallel(nn.Linear(4, 3).to(run.device))
+    optimizer = run.optimizer_of(other)
+    for index in range(STEPS):
+        x, y = run.batch(index, size=4 if run.rank == 1 and index % 4 == 3 else 6)
+        run.optimizer.zero_grad()
+        optimizer.zero_grad()
+        first = functional.cross_entropy(run.model(x), y)
+        second = functional.mse_loss(other(x), torch.ones_like(x[:, :3]))
+        if index % 4 > 1:
+            (second + first).backward()
+        else:
+            first.backward()
+            second.backward()
+        run.note(first, second, *(param.grad for param in other.parameters() if param.grad is not None))
+        run.optimizer.step()
+        optimizer.step()
+
+
+@scenario
+def another_optimizer_in_between(run: Run) -> None:
+    """After a call without a backward pass, so that the next gradients are reduced; then there is none any more."""
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        if index % 4 == 3:
+            run.loss(100 + index)
+            run.optimizer = None if index == 7 else run.optimizer_of(run.model)
+            gc.collect()
+            run.optimizer = run.optimizer or torch.optim.SGD(run.model.parameters(), lr=0.05)
+        with run.model.no_sync() if index % 4 in (0, 3) else nullcontext():
+            loss = run.loss(index)
+            loss.backward()
+        run.note(loss)
+        run.optimizer.step()
+        if index == 8:
+            run.optimizer = run.optimizer_of(run.model)
+
+
+@scenario
+def hooks_that_raise(run: Run) -> None:
+    """The gradients of a later backward pass are reduced in place of those that did not come."""
+    run.build()
+    assert isinstance(run.model, DistributedDataParallel)
+    for index in range(STEPS):
+        run.optimizer.zero_grad()
+        if index % 4 == 3:
+            handles = [param.register_hook(_raise) for param in run.model.parameters()]
+            with pytest.raises(ValueError, match="no good"):
+                run.loss(100 + index).backward()
+            for handle in handles:
+                handle.remove()
+            run.optimizer.zero_grad()
+            with run.model.no_sync():
+                run.loss(200 + index).backward()
+            run.note()
+        loss = run.loss(index)
+        loss.backward()
+        run.note(loss)
+        run.optimizer.step()
+
+
+def _raise(_grad: Tensor) -> None:
+    raise ValueError("no good")
 
 
 @scenario
