@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from kitsune.errors import Refusal
+from kitsune.errors import Refusal, first_line
 from kitsune.kernels.casts import is_dense
 from kitsune.kernels.pack_bucket import Ready, pack_bucket
+
+_GONE = Refusal("the DistributedDataParallel is gone")
+_HOOKED = Refusal("the DistributedDataParallel has a communication hook, which its reducer calls")
 
 
 def refuse_reducer(wrapper: DistributedDataParallel) -> Refusal | None:
@@ -81,7 +84,7 @@ class Buckets:
             places = zip(bucket.parameters(), bucket.gradients(), strict=True)
             slots = [_Slot(id(param), int(at.storage_offset()), param.shape, param.stride()) for param, at in places]
             if not all(map(is_dense, bucket.parameters())):
-                raise ValueError("a parameter has gaps")
+                raise ValueError("a parameter has gaps between its elements")
             self._slots.append(slots)
         self.params = frozenset(slot.param for slots in self._slots for slot in slots)
         self._share = 1 / dist.get_world_size(wrapper.process_group)
@@ -140,7 +143,7 @@ class Reduction:
         self.may_be_armed, self.is_owed = True, False
         self._wrapper = weakref.ref(wrapper)
         self._buckets: Buckets | None = None
-        self._is_left_alone = False  # the reducer, for good
+        self._left_alone: Refusal | None = None  # the reducer is, for good
 
     @classmethod
     def of(cls, wrapper: DistributedDataParallel) -> Reduction:
@@ -155,20 +158,32 @@ class Reduction:
         assert self._buckets is not None
         return self._buckets
 
-    def is_possible(self) -> bool:
-        """Whether the reducer does no more than to average gradients, in buckets that stay as they are."""
+    def refuse(self) -> Refusal | None:
+        """None if the reducer does no more than to average gradients."""
         wrapper = self._wrapper()
-        if wrapper is None or wrapper.gradient_as_bucket_view or not wrapper._has_rebuilt_buckets:
+        if wrapper is None:
+            return _GONE
+        if not wrapper._has_rebuilt_buckets:
             self._buckets = None
-            return False
-        self._is_left_alone |= bool(wrapper._join_config.enable or wrapper._comm_hooks)
-        if self._buckets is None and not self._is_left_alone:
+        if self._left_alone is None:
+            self._left_alone = self._look_at(wrapper)
+        return self._left_alone
+
+    def _look_at(self, wrapper: DistributedDataParallel) -> Refusal | None:
+        if wrapper.gradient_as_bucket_view:
+            return Refusal("the DistributedDataParallel has gradient_as_bucket_view: its reducer sets the gradients")
+        if wrapper._comm_hooks:
+            return _HOOKED
+        if wrapper._join_config.enable:
+            return Refusal("the DistributedDataParallel joins processes with fewer batches: its reducer counts them")
+        if self._buckets is None and wrapper._has_rebuilt_buckets:
+            if "comm_hook" in wrapper._get_ddp_logging_data():  # one of torch's own
+                return _HOOKED
             try:
                 self._buckets = Buckets(wrapper)
-            except (ValueError, RuntimeError):  # gradients are sparse, or there is too little memory
-                self._is_left_alone = True
-            self._is_left_alone |= "comm_hook" in wrapper._get_ddp_logging_data()  # one of torch's own
-        return not self._is_left_alone
+            except (ValueError, RuntimeError) as error:  # gradients are sparse, or there is too little memory
+                return Refusal(f"the buckets of the DistributedDataParallel are left to it: {first_line(error)}")
+        return None
 
     def begin(self, trained: Collection[int] = ()) -> None:
         """A call is being replayed, of which the parameters `trained`, by `id`, may get gradients without any node."""
@@ -179,7 +194,7 @@ class Reduction:
             self.may_be_armed = True
             return
         _put_back(wrapper)
-        if not self.is_possible():
+        if self.refuse() is not None or self._buckets is None:
             self.arm()
         if not wrapper.require_backward_grad_sync:
             return
@@ -190,7 +205,7 @@ class Reduction:
 
     def begin_plainly(self) -> None:
         """A call runs as it is: its gradients come to nodes of which nobody tells here."""
-        self.is_possible()
+        self.refuse()
         self.arm()
 
     def arm(self) -> None:

@@ -304,7 +304,10 @@ class SplitStep(GuardedStep):
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         self._captured_at, self._unfused = self.replays, None
         # Where the reducer is not to send gradients while the pass goes on, one graph has all of it, as tails need.
-        is_cut = self._reduction is None or not self._reduction.is_possible()
+        left_alone = None if self._reduction is None else self._reduction.refuse()
+        if left_alone is not None:
+            self._log.do_without(Refusal(f"losses are not deferred: {left_alone.reason}"))
+        is_cut = self._reduction is None or left_alone is not None
         program = trace_split(graph, flat, self._autocast, bucket_bytes() if is_cut else None)
         self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(program, graph, flat, num_streams=1)

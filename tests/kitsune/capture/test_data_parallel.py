@@ -103,14 +103,18 @@ def test_sparse_gradients_are_left_to_the_reducer(alone: None) -> None:
     wrapper = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
     for _ in range(3):
         wrapper(torch.tensor([1, 2])).sum().backward()
-    assert not Reduction.of(wrapper).is_possible()
+    refusal = Reduction.of(wrapper).refuse()
+    assert refusal is not None
+    assert "are left to it" in refusal.reason
 
 
 def test_a_hook_of_torchs_own_is_left_to_the_reducer(alone: None) -> None:
     wrapper = DistributedDataParallel(Net())
     wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     _loop(wrapper, 3, torch.optim.SGD(wrapper.parameters(), lr=0.1))
-    assert not Reduction.of(wrapper).is_possible()
+    refusal = Reduction.of(wrapper).refuse()
+    assert refusal is not None
+    assert "communication hook" in refusal.reason
 
 
 def test_every_wrapper_has_one_reduction(alone: None) -> None:
