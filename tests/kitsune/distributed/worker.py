@@ -7,9 +7,10 @@ behind as `FOLDER/RANK.pt`: for each form and scenario the list of tensors, and 
 from __future__ import annotations
 
 import gc
+import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -565,6 +566,129 @@ def several_calls_before_a_backward_pass(run: Run) -> None:
             loss.backward()
             run.note(loss)
             run.optimizer.step()
+
+
+def _train(run: Run, index: int) -> None:
+    run.step(index)
+
+
+def _train_locally(run: Run, index: int) -> None:
+    with _no_sync(run):
+        run.loss(index).backward()
+    run.note()
+
+
+def _call_alone(run: Run, index: int) -> None:
+    run.note(run.loss(index))
+
+
+def _call_alone_locally(run: Run, index: int) -> None:
+    with _no_sync(run):
+        loss = run.loss(index)
+    run.note(loss)
+    loss.backward()
+    run.note()
+
+
+def _go_back_locally(run: Run, index: int) -> None:
+    loss = run.loss(index)
+    with _no_sync(run):
+        loss.backward()
+    run.note(loss)
+
+
+def _go_back_once(run: Run, index: int) -> None:
+    (run.loss(index) + run.loss(100 + index)).backward()
+    run.note()
+
+
+def _go_back_twice(run: Run, index: int) -> None:
+    first, second = run.loss(index), run.loss(100 + index)
+    second.backward()
+    run.note(second)
+    first.backward()
+    run.note(first)
+
+
+def _go_back_again(run: Run, index: int) -> None:
+    loss = run.loss(index)
+    loss.backward(retain_graph=True)
+    run.note(loss)
+    loss.backward()
+    run.note()
+
+
+def _ask_for_gradients(run: Run, index: int) -> None:
+    loss = run.loss(index)
+    params = list(run.model.parameters())
+    run.seen += torch.autograd.grad(loss, params[index % 2 :], retain_graph=True)
+    if index % 3:
+        loss.backward()
+    run.note(loss)
+
+
+def _look_first(run: Run, index: int) -> None:
+    loss = run.loss(index)
+    run.seen.append(torch.tensor(loss.item()))
+    loss.backward()
+    run.note()
+
+
+def _call_inside(run: Run, index: int) -> None:
+    assert isinstance(run.model, DistributedDataParallel)
+    run.model.module(run.batch(index)[0]).square().sum().backward()
+    run.note()
+
+
+def _validate(run: Run, index: int) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.note(run.loss(index))
+    run.model.train()
+
+
+def _clear(run: Run, index: int) -> None:
+    run.optimizer.zero_grad(set_to_none=index % 3 > 0)
+
+
+def _update(run: Run, _index: int) -> None:
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.optimizer.step()
+
+
+def _no_sync(run: Run) -> AbstractContextManager[None]:
+    assert isinstance(run.model, DistributedDataParallel)
+    return run.model.no_sync()
+
+
+ACTIONS = (
+    *[_train] * 6,
+    *[_train_locally] * 2,
+    *[_clear] * 2,
+    *[_update] * 2,
+    _call_alone,
+    _call_alone_locally,
+    _go_back_locally,
+    _go_back_once,
+    _go_back_twice,
+    _go_back_again,
+    _ask_for_gradients,
+    _look_first,
+    _call_inside,
+    _validate,
+)
+
+
+def _mixed(seed: int, run: Run) -> None:
+    """In two of three loops one rank runs plain PyTorch in all forms."""
+    run.accelerated &= seed % 3 != run.rank
+    run.build(bucket_cap_mb=1e-4 if seed % 2 else 25)
+    actions = random.Random(seed).choices(ACTIONS, k=30)
+    for index, action in enumerate([*[_train] * 6, *actions]):
+        action(run, index)
+
+
+SCENARIOS |= {f"mixed loop {seed}": partial(_mixed, seed) for seed in range(3)}
 
 
 def main(rank: int, size: int, folder: Path) -> None:
