@@ -141,7 +141,7 @@ class Reduction:
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.may_be_armed, self.is_owed = True, False
-        self._wrapper = weakref.ref(wrapper)
+        self._wrapper = weakref.ref(wrapper, self._forget)
         self._buckets: Buckets | None = None
         self._left_alone: Refusal | None = None  # the reducer is, for good
 
@@ -228,6 +228,10 @@ class Reduction:
 
     def _disarmed(self) -> None:
         self.may_be_armed = False
+
+    def _forget(self, _wrapper: object) -> None:
+        """Its reducer is gone with the wrapper: nothing is reduced any more."""
+        self.may_be_armed = self.is_owed = False
 
     def average(self, buckets: Sequence[Tensor]) -> None:
         """Sums up what has been packed over all processes, in its place."""

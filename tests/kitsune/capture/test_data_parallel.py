@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,6 +138,26 @@ def test_no_wrapper_is_active_between_calls(alone: None) -> None:
     wrapper(torch.randn(2, 4))
     assert seen == [wrapper]
     assert active_wrapper() is None
+
+
+def test_a_wrapper_that_is_gone_before_the_backward_pass_reduces_nothing(alone: None) -> None:
+    wrapper, (x, y) = DistributedDataParallel(Net()), batch(20)[0]
+    inner = wrapper.module
+    plain = torch.optim.Adam(wrapper.parameters(), lr=0.05, fused=True)
+    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay", defer_loss=True)
+    _loop(wrapper, 8, optimizer)
+    wanted = torch.autograd.grad(nn.functional.cross_entropy(inner(x), y), list(inner.parameters()))
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(wrapper(x), y)
+    assert Reduction.of(wrapper).is_owed
+    gone = weakref.ref(wrapper)
+    del wrapper
+    gc.collect()
+    assert gone() is None
+    loss.backward()
+    for param, grad in zip(inner.parameters(), wanted, strict=True):
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad, grad)
 
 
 def test_an_interrupted_call_leaves_the_reducer_to_the_next_one(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
