@@ -72,16 +72,11 @@ def _fake(grads: Sequence[torch.Tensor], orders: Sequence[int], share: float, ti
 def _pack(grads: Sequence[torch.Tensor], orders: Sequence[int], share: float, ticket: int) -> torch.Tensor:
     left = iter(orders)
     flat = [grad.permute(list(itertools.islice(left, grad.dim()))).reshape(-1) for grad in grads]
-    return torch.cat(flat).mul_(share)
-
-
-def _pack_on_cuda(grads: Sequence[torch.Tensor], orders: Sequence[int], share: float, ticket: int) -> torch.Tensor:
-    packed = _pack(grads, orders, share, ticket)
+    packed = torch.cat(flat).mul_(share)
     if (ready := _waiting.get(ticket)) is not None:
         ready.event.record(torch.cuda.current_stream(packed.device))
     return packed
 
 
 torch.library.register_fake("kitsune::pack_bucket", _fake)
-torch.library.impl("kitsune::pack_bucket", "CPU", _pack)
-torch.library.impl("kitsune::pack_bucket", "CUDA", _pack_on_cuda)
+torch.library.impl("kitsune::pack_bucket", "CompositeExplicitAutograd", _pack)  # of torch's own operators
