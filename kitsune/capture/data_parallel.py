@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from kitsune.errors import Refusal, first_line
@@ -142,6 +143,8 @@ class Reduction:
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self.may_be_armed, self.is_owed = True, False
         self._wrapper = weakref.ref(wrapper, self._forget)
+        nodes = [get_gradient_edge(param).node for param in wrapper.parameters() if param.requires_grad]
+        self._hooks = [node.register_prehook(self._expect) for node in nodes]  # the reducer keeps the nodes
         self._buckets: Buckets | None = None
         self._left_alone: Refusal | None = None  # the reducer is, for good
 
@@ -221,10 +224,14 @@ class Reduction:
 
     def go_back(self, node: Any) -> None:
         """`node`, in which gradients of all parameters are about to be computed for autograd, goes back."""
-        if self.is_owed:
-            self.arm()
+        self._expect()
         if self.may_be_armed and _reaches_all(node):
             Variable._execution_engine.queue_callback(self._disarmed)  # where no hook raises
+
+    def _expect(self, *_gradients: object) -> None:
+        """Gradients are about to come to nodes of parameters, perhaps past those of replayed calls."""
+        if self.is_owed:
+            self.arm()
 
     def _disarmed(self) -> None:
         self.may_be_armed = False
@@ -232,6 +239,8 @@ class Reduction:
     def _forget(self, _wrapper: object) -> None:
         """Its reducer is gone with the wrapper: nothing is reduced any more."""
         self.may_be_armed = self.is_owed = False
+        for hook in self._hooks:
+            hook.remove()
 
     def average(self, buckets: Sequence[Tensor]) -> None:
         """Sums up what has been packed over all processes, in its place."""

@@ -160,6 +160,20 @@ def test_a_wrapper_that_is_gone_before_the_backward_pass_reduces_nothing(alone: 
         torch.testing.assert_close(param.grad, grad)
 
 
+def test_gradients_that_come_past_a_replayed_call_are_the_reducers(alone: None) -> None:
+    """Which then objects to those of the loss, with plain PyTorch too."""
+    wrapper, (x, y) = DistributedDataParallel(Net()), batch(20)[0]
+    plain = torch.optim.Adam(wrapper.parameters(), lr=0.05, fused=True)
+    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay", defer_loss=True)
+    _loop(wrapper, 8, optimizer)
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(wrapper(x), y)
+    wrapper.module.get_submodule("first")(x).sum().backward()
+    assert not Reduction.of(wrapper).is_owed
+    with pytest.raises(RuntimeError, match="mark a variable ready only once"):
+        loss.backward()
+
+
 def test_an_interrupted_call_leaves_the_reducer_to_the_next_one(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = DistributedDataParallel(Net())
     reducer = wrapper.reducer

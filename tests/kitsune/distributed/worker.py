@@ -640,6 +640,17 @@ def _call_inside(run: Run, index: int) -> None:
     run.note()
 
 
+def _go_back_beside(run: Run, index: int) -> None:
+    """The gradients of the penalty are reduced, those of the loss are added to them as they are."""
+    loss = run.loss(index)
+    penalty = sum(param.square().sum() for param in run.model.parameters())
+    assert isinstance(penalty, Tensor)
+    penalty.backward()
+    run.note(loss)
+    loss.backward()
+    run.note()
+
+
 def _validate(run: Run, index: int) -> None:
     run.model.eval()
     with torch.no_grad():
@@ -675,6 +686,7 @@ ACTIONS = (
     _ask_for_gradients,
     _look_first,
     _call_inside,
+    _go_back_beside,
     _validate,
 )
 
