@@ -11,9 +11,12 @@ from kitsune.device import refuse_triton, stream_reader
 from kitsune.kernels.casts import is_dense
 
 PLACES = 128
-"""Replays that one allocation serves."""
+"""Replays that one allocation serves, if results are small enough for `ROW_BYTES`."""
 
-MOST_BYTES = 2048
+ROW_BYTES = 256 * 1024
+"""The most that is allocated at once for a result: all of it lives while somebody keeps the result of one replay."""
+
+MOST_BYTES = 16 * 1024
 """Of a result that is given away like this: a larger one is better copied by many programs."""
 
 _ALIGNMENT_BYTES = 16
@@ -121,11 +124,13 @@ class _Rows:
 
     def _renew(self, stream: int) -> None:
         self._places = []  # before there are other rows
+        most_bytes = max(_pitch(value) * value.element_size() for value in self._values)
+        count = min(PLACES, ROW_BYTES // most_bytes)
         rows = []
         for value, cell in zip(self._values, self._cells, strict=True):
             pitch = _pitch(value)
-            row = torch.empty(PLACES * pitch, dtype=value.dtype, device=self._device)
-            places = row.as_strided((PLACES, *value.shape), (pitch, *value.stride())).unbind()
+            row = torch.empty(count * pitch, dtype=value.dtype, device=self._device)
+            places = row.as_strided((count, *value.shape), (pitch, *value.stride())).unbind()
             rows.append([place.data for place in places])  # each with a version of its own
             cell.fill_(row.data_ptr())
         self._places = list(map(list, zip(*rows, strict=True)))

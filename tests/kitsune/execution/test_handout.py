@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from kitsune.execution import handout as module
-from kitsune.execution.handout import MOST_BYTES, PLACES, Handout, _Copies, _pitch, _Rows, handout, is_small
+from kitsune.execution.handout import (
+    MOST_BYTES,
+    PLACES,
+    ROW_BYTES,
+    Handout,
+    _Copies,
+    _pitch,
+    _Rows,
+    handout,
+    is_small,
+)
 from tests.kitsune.kernels.interpreter import interpreted, patch_interpreter
 
 CPU = torch.device("cpu")
@@ -134,6 +144,18 @@ def test_several_results_have_a_row_each() -> None:
             assert result.data_ptr() % 16 == 0
 
 
+@pytest.mark.usefixtures("_recording_only")
+def test_rows_of_larger_results_are_no_larger() -> None:
+    """Who keeps one result keeps the memory of a row."""
+    rows = _Rows(CPU, 2)
+    graph = recorded(rows, torch.zeros(()), torch.zeros(MOST_BYTES // 4))
+    given = [graph() for _ in range(2 * ROW_BYTES // MOST_BYTES + 1)]
+    for number, results in enumerate(given, 1):
+        for result in results:
+            assert torch.equal(result, torch.full_like(result, number))
+            assert result.untyped_storage().nbytes() <= ROW_BYTES
+
+
 def test_what_is_small() -> None:
     assert is_small(torch.zeros(()))
     assert is_small(torch.zeros(MOST_BYTES // 4))
@@ -152,22 +174,27 @@ def test_without_triton_results_are_copied(monkeypatch: pytest.MonkeyPatch) -> N
     assert (one.item(), other.item()) == (1, 2)
 
 
+@pytest.mark.parametrize("size", [6, 1024, 1025, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_kernel_fills_one_place_after_the_other(
-    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
         hand_out = interpreted("hand_out_triton").hand_out
         patch_interpreter(monkeypatch)
     else:
         from kitsune.kernels.hand_out_triton import hand_out
-    row = torch.zeros(3, 8, dtype=dtype, device=device)
+    pitch = size + 2
+    row = torch.zeros(12, pitch, dtype=dtype, device=device)
     cell = torch.tensor(row.data_ptr(), device=device)
-    for number in (5.0, 7.0):
-        hand_out(torch.full((3, 2), number, dtype=dtype, device=device), cell, 8)
-    assert row.tolist() == [[5] * 6 + [0] * 2, [7] * 6 + [0] * 2, [0] * 8]
-    assert int(cell) == row.data_ptr() + 16 * row.element_size()
+    expected = torch.zeros_like(row)
+    for number in range(10):
+        value = torch.randn(size // 2, 2, device=device).to(dtype)
+        hand_out(value, cell, pitch)
+        expected[number, : value.numel()] = value.flatten()
+    assert torch.equal(row, expected)
+    assert int(cell) == row.data_ptr() + 10 * pitch * row.element_size()
 
 
 @pytest.mark.gpu

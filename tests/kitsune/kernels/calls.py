@@ -192,6 +192,7 @@ def hand_out() -> Iterator[Call]:
     images = torch.randn(5, 3, 4, 2).contiguous(memory_format=torch.channels_last)
     yield Call(HAND_OUT, (images, torch.zeros(301), 0), {})
     yield Call(HAND_OUT, (shifted(torch.randn(7, 9).bfloat16()), torch.zeros(70, dtype=BFLOAT16), 3), {})
+    yield Call(HAND_OUT, (shifted(torch.randn(128, 31)), torch.zeros(3980), 11), {})  # by several warps
 
 
 # Matrix products

@@ -90,8 +90,8 @@ def launch_grouped_update() -> None:
 def launch_hand_out() -> None:
     from kitsune.kernels import hand_out_triton
 
-    for dtype, size in ((torch.float32, ()), (torch.bfloat16, (64, 10))):
-        hand_out_triton.hand_out(torch.zeros(size, dtype=dtype), torch.zeros((), dtype=torch.int64), 640)
+    for dtype, size in ((torch.float32, ()), (torch.bfloat16, (64, 10)), (torch.float32, (256, 16))):
+        hand_out_triton.hand_out(torch.zeros(size, dtype=dtype), torch.zeros((), dtype=torch.int64), 5000)
 
 
 def launch_head() -> None:
