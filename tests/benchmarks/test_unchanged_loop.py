@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kitsune.fallback import Chooser
-from tests.benchmarks import command, unchanged_loop
+from tests.benchmarks import unchanged_loop
 
 
 def test_both_loops_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,10 +15,32 @@ def test_both_loops_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chooser, "_settle", lambda chooser: setattr(chooser, "settled", True))  # whatever is faster
     monkeypatch.setattr(Chooser, "_is_clear", lambda chooser: True)
     found = unchanged_loop.measure("mlp", 4, "amp", "cpu")
-    assert {name: len(times) for name, times in found.items()} == {"eager": 2, "deferred": 3}
+    counts = {"eager": 2, "Python before eager": 2, "deferred": 3, "Python before deferred": 3}
+    assert {name: len(times) for name, times in found.items()} == counts
     assert min(map(min, found.values())) > 0
-    document = {"model": "mlp", "batch": 4, "precision": "amp", "commit": None, "rounds": [found, found]}
-    assert command.blocks_table(document, "loop").count("\n| ") == 3
+    assert unchanged_loop.table(document([found, found])).count("\n| ") == 5
+
+
+def document(rounds: list[dict[str, list[float]]]) -> dict[str, object]:
+    return {"model": "mlp", "batch": 4, "precision": "amp", "commit": None, "rounds": rounds}
+
+
+def test_blocks_on_a_disturbed_host_are_told_apart() -> None:
+    slow = {
+        "eager": [9.0, 8.0],
+        "Python before eager": [2.0, 1.0],
+        "deferred": [7.0],
+        "Python before deferred": [2.0],
+    }
+    fast = {**slow, "deferred": [4.0], "Python before deferred": [1.05]}
+    text = unchanged_loop.table(document([slow, fast]))
+    assert "eager, at full pace: 2 of 4 blocks: 8.0, 8.0" in text
+    assert "deferred, at full pace: 1 of 2 blocks: 4.0, 4.0" in text
+    assert "deferred, at full pace: 0 of 1 blocks" in unchanged_loop.table(document([{**slow, "eager": [9.0, 8.0]}]))
+
+
+def test_files_of_earlier_versions_are_shown() -> None:
+    assert "full pace" not in unchanged_loop.table(document([{"eager": [9.0], "deferred": [7.0]}]))
 
 
 def test_a_loop_that_is_not_replayed_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
