@@ -268,7 +268,7 @@ class Double(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("classes", "num_copied"), [(3, 0), (100, STEPS - FIRST)])
+@pytest.mark.parametrize(("classes", "num_copied"), [(3, 0), (100, 0), (1000, STEPS - FIRST)])
 def test_small_outputs_are_given_away_by_the_replays_themselves(
     classes: int, num_copied: int, counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
