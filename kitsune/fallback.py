@@ -54,24 +54,27 @@ class Chooser:
     Args:
         mode: the configured mode.
         synchronize: waits for the device, so that times are of work done and not of work queued.
-        is_compiled: whether what runs eagerly is fused, as replays are yet to be.
+        is_compiled: tells whether what runs eagerly is fused, as replays are yet to be; asked where that matters.
 
     Attributes:
         may_improve: replays are yet to be made faster, after which they are timed anew. Until then those that lose
             narrowly stay.
     """
 
-    def __init__(self, mode: Mode, synchronize: Callable[[], None], *, is_compiled: bool = False) -> None:
+    def __init__(
+        self, mode: Mode, synchronize: Callable[[], None], *, is_compiled: Callable[[], bool] = lambda: False
+    ) -> None:
         self.refusal: Refusal | None = None
         if mode == "eager":
             self.refusal = Refusal("mode='eager' was asked for")
         self._auto = mode == "auto"
         self._wanted = _UNTIMED + (_SAMPLES if self._auto else 0)  # steps of each kind, before one is chosen
         self._synchronize = synchronize
-        self._narrowly = _NARROWLY_UNFUSED if is_compiled else _NARROWLY
+        self._is_compiled = is_compiled
         self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
         self._best: dict[Choice, float] = {}
-        self._started = self._spent = 0.0
+        self._started: float | None = None
+        self._spent = 0.0
         self._was_quiet = True  # at the start of the step
         self._misses = 0
         self._lost_to: float | None = None  # seconds of an eager step, where replays were measured no faster
@@ -90,9 +93,10 @@ class Chooser:
         return "eager" if self._seen["eager"] < self._wanted else "replay"
 
     def start(self) -> None:
-        """Marks the start of a step."""
-        self._was_quiet = is_quiet()
-        if self._was_quiet and (self._timing() or self._is_probing()):
+        """Marks the start of a step. The device is waited for only where the step may be timed."""
+        self._was_quiet, self._started = is_quiet(), None
+        is_timed = self._timing() and self._seen[self.next()] >= _UNTIMED
+        if self._was_quiet and (is_timed or self._is_probing()):
             self._synchronize()
             self._started = time.perf_counter()
 
@@ -109,7 +113,7 @@ class Chooser:
         expected = self.next()
         self._misses = self._misses + 1 if expected != choice else 0
         self._seen[choice] += 1
-        if self._timing() and self._seen[choice] > _UNTIMED:
+        if self._started is not None and self._timing() and self._seen[choice] > _UNTIMED:
             self._synchronize()
             elapsed = time.perf_counter() - self._started
             self._spent += elapsed
@@ -177,7 +181,7 @@ class Chooser:
 
     def _probe(self, steps: int) -> None:
         """Times an eager step; the last one of a few tells whether they have become slower."""
-        assert self._lost_to is not None
+        assert self._lost_to is not None and self._started is not None
         self._synchronize()
         self._probes.append((time.perf_counter() - self._started) / steps)
         if len(self._probes) < _SAMPLES:
@@ -202,7 +206,8 @@ class Chooser:
             self._best["replay"], self.has_lost = self._rival, True
         if not self._auto or self._best["replay"] < self._best["eager"]:
             return
-        self._is_spared = self.may_improve and self._best["replay"] < self._narrowly * self._best["eager"]
+        narrowly = _NARROWLY_UNFUSED if self._is_compiled() else _NARROWLY
+        self._is_spared = self.may_improve and self._best["replay"] < narrowly * self._best["eager"]
         if not self._is_spared:
             times = f"{self._best['replay'] * 1e6:.0f} us against {self._best['eager'] * 1e6:.0f} us"
             self.refusal = Refusal(f"replay was measured no faster than eager ({times})")

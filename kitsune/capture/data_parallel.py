@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kitsune.errors import Refusal, first_line
 from kitsune.kernels.casts import is_dense
 from kitsune.kernels.pack_bucket import Ready, pack_bucket
+from kitsune.native.facts import Fact, attribute, result
 
 _GONE = Refusal("the DistributedDataParallel is gone")
 _HOOKED = Refusal("the DistributedDataParallel has a communication hook, which its reducer calls")
@@ -47,6 +48,11 @@ def active_wrapper() -> DistributedDataParallel | None:
 def is_reduced() -> bool:
     """Whether a `DistributedDataParallel` is calling its module at present."""
     return active_wrapper() is not None
+
+
+def reduced_facts() -> list[Fact]:
+    """What must stay for `is_reduced` to answer as it does. They keep no wrapper alive."""
+    return [result(is_reduced)] if is_reduced() else [attribute(DistributedDataParallel, "_active_ddp_module")]
 
 
 def bucket_bytes() -> int | None:

@@ -167,7 +167,7 @@ def note_edit(arguments: tuple[Any, ...]) -> None:
 def unfollowed(argument: Any) -> Any:
     """`argument` with plain tensors for followed ones, in lists, tuples and dictionaries too."""
     with plainly():
-        return _mapped(valued(argument), lambda one: one.as_subclass(Tensor))
+        return _mapped(argument, lambda one: valued(one).as_subclass(Tensor))
 
 
 def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:

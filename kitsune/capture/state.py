@@ -160,7 +160,7 @@ class Binding:
         unseen = {id(param) for group in self._groups() if group.get("fused") for param in group["params"]}
         versioned = [param for param in self.params if id(param) not in unseen]  # torch's fused updates count none
         self._counted = (*versioned, *self._mirrors.originals)  # tensors whose versions an update counts
-        self._write_scalars()
+        self._take_numbers()
 
     @staticmethod
     def is_initialised(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
@@ -215,7 +215,7 @@ class Binding:
             return "the optimizer's state"
         if not self.follow_counts():
             return "the optimizer's step counts"
-        self._write_scalars()
+        self._take_numbers()
         return None
 
     def facts(self) -> list[Fact] | None:
@@ -250,7 +250,7 @@ class Binding:
         """Makes the numbers those of the coming step; False if they select other code than was captured."""
         if self._select() != self._selection:
             return False
-        self._write_scalars()
+        self._take_numbers()
         return True
 
     def follow_counts(self) -> bool:
@@ -268,17 +268,14 @@ class Binding:
 
     def writes_gradients(self) -> bool:
         """Whether `optimizer.step()` leaves something else in gradients than it finds there."""
-        return any(map(self._writes_gradients_of, self._slots))
+        return bool(self._writing)
 
     def write_gradients(self) -> None:
         """Leaves in `.grad` of `params` what `optimizer.step()` does, after the update."""
-        for slot in filter(self._writes_gradients_of, self._slots):
+        for slot in self._writing:
             grads = [param.grad for param in slot.params if param.grad is not None]
             with torch.no_grad():
                 self._rule.write_gradients(grads, slot.state, self._groups()[slot.group], self._found_inf)
-
-    def _writes_gradients_of(self, slot: _Slot) -> bool:
-        return self._rule.writes_gradients(self._groups()[slot.group], slot.foreach)
 
     def needs_skip(self) -> bool:
         """Whether `advance` has to know if the update was skipped: reading that waits for the device."""
@@ -413,9 +410,12 @@ class Binding:
             for group in self._optimizer.param_groups
         ]
 
-    def _write_scalars(self) -> None:
+    def _take_numbers(self) -> None:
+        """Writes those of the coming step where the graph reads them. They tell whose gradients it leaves otherwise."""
+        groups = self._groups()
+        self._writing = [one for one in self._slots if self._rule.writes_gradients(groups[one.group], one.foreach)]
         for slot in self._slots:
-            for name, value in self._numbers(self._groups()[slot.group]).items():
+            for name, value in self._numbers(groups[slot.group]).items():
                 if isinstance(value, torch.Tensor):
                     slot.scalars[name].copy_(value.reshape(()))
                     slot.written.pop(name, None)

@@ -143,7 +143,7 @@ def refuse_sending_hooks(params: Iterable[torch.Tensor]) -> Refusal | None:
 
 def sending_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:
     """What must stay for `refuse_sending_hooks` to answer as it does, in the same `DistributedDataParallel`."""
-    return [result(_has_peers), *parameter_hook_facts(_sent_by_hooks(params))]
+    return [*_peer_facts(), *parameter_hook_facts(_sent_by_hooks(params))]
 
 
 def _sent_by_hooks(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -158,6 +158,13 @@ def _sent_by_hooks(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _has_peers() -> bool:
     """Whether there are other processes to send anything to."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _peer_facts() -> list[Fact]:
+    """What must stay for `_has_peers` to answer as it does. They keep no process group alive."""
+    if dist.is_available() and not dist.is_initialized():
+        return [attribute(dist.group, "WORLD")]  # the same as to ask, in a third of the time
+    return [result(_has_peers)]
 
 
 def parameter_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:

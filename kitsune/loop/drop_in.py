@@ -152,7 +152,7 @@ class DropInLoop:
         args, kwargs = unfollowed(args), unfollowed(kwargs)
         if is_traced or not torch.is_grad_enabled():
             return eager(args, kwargs)
-        if self._is_paused:
+        if self._is_paused or self._config.mode == "eager":
             self._begin_plainly(module)
             return eager(args, kwargs)
         if self._is_wrapped_late(module):
@@ -383,6 +383,8 @@ class DropInLoop:
         )
 
     def _mode(self) -> tuple[str, str]:
+        if self._config.mode == "eager":
+            return "eager", "mode='eager' was asked for"
         if (refusal := self._refuse_unstepped()) is not None:
             return "eager", str(refusal)
         if self._latest is not None and self._has_called:
@@ -393,12 +395,14 @@ class DropInLoop:
             return "eager", str(next(iter(self._refusals.values())))
         if not self._modules and (refusal := self._finder.refusal()) is not None:
             return "eager", str(refusal)
+        if self._modules:
+            return "eager", "the model was found in its first call, which had begun eagerly"
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
 
     def _refuse_unstepped(self) -> Refusal | None:
         """None if `step()` was called, or may still be."""
         num_calls = sum(count for _, count in self._iteration.values())
-        if self._has_stepped or num_calls < _PATIENCE_CALLS or self._config.mode == "eager":
+        if self._has_stepped or num_calls < _PATIENCE_CALLS:
             return None
         return Refusal(
             f"step() of the KitsuneOptimizer was not called in {num_calls} calls of the model, nothing is replayed yet",
@@ -422,8 +426,12 @@ class DropInLoop:
 
     def _make(self, module: torch.nn.Module, call: Call) -> SplitStep:
         # Nothing here may refer to the loop: it must die with its optimizer.
-        is_compiled = id(module) in self._compiled or has_compiled_parts(module)
-        chooser = Chooser(self._config.mode, partial(_synchronize, self._optimizer), is_compiled=is_compiled)
+        is_whole = id(module) in self._compiled
+        chooser = Chooser(
+            self._config.mode,
+            partial(_synchronize, self._optimizer),
+            is_compiled=lambda: is_whole or has_compiled_parts(module),
+        )
         config = self._config
         if self._losses is not None:  # from the loss on, gradients would not go through the nodes that scale them
             config = dataclasses.replace(config, defer_loss=False)

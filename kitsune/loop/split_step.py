@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
-from kitsune.capture.data_parallel import Reduction, bucket_bytes, is_reduced
+from kitsune.capture.data_parallel import Reduction, bucket_bytes, reduced_facts
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.capture.watch import refuse_sending_hooks, refuse_surroundings, sending_hook_facts
@@ -33,7 +33,7 @@ from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
-from kitsune.native.facts import attribute, result
+from kitsune.native.facts import attribute
 from kitsune.status import ScheduleTime
 
 # A call that has to be captured again and again is not rewritten again and again.
@@ -118,7 +118,7 @@ class SplitStep(GuardedStep):
         """
         if self.chooser.settled:
             return
-        for leaf in _leaves(output):
+        for leaf in [output] if isinstance(output, torch.Tensor) else _leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(self._on_eager_backward)
 
@@ -250,7 +250,7 @@ class SplitStep(GuardedStep):
         facts = [
             attribute(self.chooser, "settled"),
             attribute(self.chooser, "refusal"),
-            result(is_reduced),
+            *reduced_facts(),
             *call_facts(self.module, flat[0].device),
             *sending_hook_facts(self.module.parameters()),
             *graphs.forward.facts(len(flat)),

@@ -211,7 +211,7 @@ class StepLoop:
         return phase, call_signature(args, kwargs, self._spec.module, self._device)
 
     def _make(self, phase: Phase) -> WholeStep:
-        is_compiled = has_compiled_parts(self._spec.module)
+        is_compiled = partial(has_compiled_parts, self._spec.module)
         chooser = Chooser(self._config.mode, partial(synchronize, self._device), is_compiled=is_compiled)
         if self._refusal is not None:
             chooser.refuse(self._refusal)

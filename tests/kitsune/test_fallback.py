@@ -44,7 +44,7 @@ def test_reopened_it_times_both_again(clock: Clock) -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_replays_that_are_yet_to_be_fused_may_lose_to_what_is_by_more(is_compiled: bool, clock: Clock) -> None:
-    chooser = Chooser("auto", clock.synchronize, is_compiled=is_compiled)
+    chooser = Chooser("auto", clock.synchronize, is_compiled=lambda: is_compiled)
     chooser.may_improve = True
     drive(chooser, clock, lambda choice: 1.0 if choice == "eager" else 1.5)
     assert (chooser.refusal is None) == is_compiled
@@ -82,6 +82,15 @@ def test_where_nothing_is_timed_nothing_is_timed_again(mode: fallback.Mode, cloc
     chooser.reopen()
     assert chooser.settled
     assert chooser.next() == choices[-1]
+
+
+def test_a_step_that_is_not_timed_is_not_waited_for(clock: Clock) -> None:
+    """The first of a signature: of shapes that do not come back there are no others."""
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, lambda _: 1.0, steps=1)
+    assert clock.waits == 0
+    drive(chooser, clock, lambda _: 1.0, steps=1)
+    assert clock.waits == 2
 
 
 def test_auto_keeps_the_faster_replay(clock: Clock) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kitsune
-from kitsune.capture.data_parallel import Buckets, Reduction, active_wrapper
+from kitsune.capture.data_parallel import Buckets, Reduction, active_wrapper, reduced_facts
+from kitsune.capture.watch import sending_hook_facts
+from kitsune.native.facts import PythonFacts
 from tests.kitsune.training import Net, batch
 
 _groups: list[object] = []
@@ -138,6 +141,33 @@ def test_no_wrapper_is_active_between_calls(alone: None) -> None:
     wrapper(torch.randn(2, 4))
     assert seen == [wrapper]
     assert active_wrapper() is None
+
+
+def test_facts_tell_of_wrappers_that_call_and_of_groups(tmp_path: Path) -> None:
+    """Before there is any group, within one, in a call of a wrapper, and afterwards."""
+    before = PythonFacts([*reduced_facts(), *sending_hook_facts([])])
+    assert before.hold()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    _groups.append(dist.group.WORLD)
+    try:
+        assert not before.hold()
+        outside, inside = PythonFacts([*reduced_facts(), *sending_hook_facts([])]), []
+
+        class Inner(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                inside.append(PythonFacts(reduced_facts()))
+                assert inside[-1].hold()
+                assert not outside.hold()
+                return super().forward(x)
+
+        wrapper = DistributedDataParallel(Inner(4, 3))
+        assert outside.hold()
+        wrapper(torch.randn(2, 4))
+        assert outside.hold()
+        assert not inside[0].hold()
+    finally:
+        dist.destroy_process_group()
+    assert before.hold()
 
 
 def test_a_wrapper_that_is_gone_before_the_backward_pass_reduces_nothing(alone: None) -> None:
