@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "support.md"
 
 REPLAYED = "replayed"
+IN_PART = "replayed, but for the update"
 STEPS_ASIDE = "plain PyTorch, with a reason"
 RAISES = "raises, as in plain PyTorch"
-HOW = (REPLAYED, STEPS_ASIDE, RAISES)
+HOW = (REPLAYED, IN_PART, STEPS_ASIDE, RAISES)
 
 _HEAD = """\
 # What loops may do
@@ -25,8 +26,9 @@ Every line is shown by tests, in which the same training runs with and without K
 losses, parameters, buffers, optimizer state, gradients and random numbers. This file is made from their marks
 (`python -m tests.support`).
 
-"replayed" means that captured graphs ran, and that everything came out as without; "plain PyTorch, with a reason" that
-nothing is accelerated then, and `status()` says why; "raises, as in plain PyTorch" that the error is the same.
+"replayed" means that captured graphs ran, and that everything came out as without; "replayed, but for the update" that
+the optimizer runs its own `step()`, and `status()` says why; "plain PyTorch, with a reason" that nothing is accelerated
+then; "raises, as in plain PyTorch" that the error is the same. Tests that need a GPU or take long have to be asked for.
 """
 
 

@@ -6,9 +6,9 @@
 The eager loop runs first, then that with Kitsune, from the step on at which everything is replayed. Batches lie on the
 device, and come in turn. Every round is a process.
 
-Before each block some Python is timed that is always the same: a replayed loop is bound by the host, and where others use
-the other half of a processor, all Python takes up to twice as long. Blocks are told apart by whether it took about as
-long as it ever did on that machine (`at full pace`).
+Before each block some Python is timed that is always the same: a replayed loop is bound by the host, and where others
+use the other half of a processor, all Python takes up to twice as long. Blocks are told apart by whether it took about
+as long as it ever did on that machine (`at full pace`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ def figures(*more: str) -> list[str]:
     return re.findall(r"epoch .*(?= \()", done.stdout)
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_plain_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITSUNE_MODE", "replay")
     found = figures()

@@ -156,6 +156,7 @@ def test_overlapping_arguments(form: str) -> None:
     compare(form, build, batches=shaped(make))
 
 
+@pytest.mark.support("Shapes and modes", "a batch that is written where the last one was", "replayed")
 def test_one_buffer_for_all_batches(form: str) -> None:
     memory = torch.zeros(6, 4)
     compare(form, build, batches=shaped(lambda x, index: memory.copy_(x)))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,10 @@ def test_every_pass_is_a_new_one_and_lengths_are_the_loaders() -> None:
     with pytest.raises(TypeError, match="object of type 'generator' has no len"):
         len(kitsune.bucketed(stream(), 8, {0: 0}))
     assert [x.shape for (x,) in kitsune.prefetch(kitsune.bucketed(stream(), 8, {0: 0}), "cpu")] == [(1, 8)]
+
+
+def test_lengths_may_be_numpys() -> None:
+    assert [x.shape for (x,) in kitsune.bucketed([(torch.ones(1, 3),)], np.int64(4), {0: 0})] == [(1, 4)]
 
 
 @pytest.mark.parametrize("to", [0, -4, (), (4, 4), (8, 4), True, (2.5,), "4"])

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -56,6 +57,7 @@ def test_it_is_frozen() -> None:
         ("max_memory", None, None),
         ("max_graphs", 1, 1),
         ("max_graphs", "3", 3),
+        ("max_graphs", np.int64(3), 3),
         ("num_streams", 8, 8),
         ("num_streams", None, None),
         ("enable_fusion", False, False),

@@ -390,6 +390,36 @@ def test_capturing_leaves_the_stream_and_the_device_alone() -> None:
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
+# What waits for the device
+
+
+@pytest.mark.support("Gradients", "clip_grad_norm_ in a replayed loop waits for nothing", "replayed")
+@pytest.mark.parametrize("defer_loss", [False, True])
+def test_clipping_in_a_replayed_loop_waits_for_nothing(defer_loss: bool) -> None:
+    model, plain = building()()
+    optimizer = kitsune.KitsuneOptimizer(plain, mode="replay", defer_loss=defer_loss)
+    batches = [cuda_batch(index)[0] for index in range(10)]
+
+    def iterate(index: int) -> None:
+        x, y = batches[index]
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    for index in range(6):
+        iterate(index)
+    replays = optimizer.status().replays
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(6, 10):
+            iterate(index)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.status().replays == replays + 4
+    assert "update" in optimizer.status().covered
+
+
 # Memory
 
 

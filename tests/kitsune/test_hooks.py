@@ -184,7 +184,7 @@ def test_updates_within_the_backward_pass(num_wrapped: int) -> None:
     assert [reference() for reference in references] == [None] * len(references)
 
 
-@pytest.mark.support("Optimizers", "step hooks", "plain PyTorch, with a reason")
+@pytest.mark.support("Optimizers", "step hooks, as long as they are there", "replayed, but for the update")
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scope", ["own", "global"])
@@ -206,6 +206,8 @@ def test_optimizer_step_hooks(form: str, scope: str) -> None:
                 else [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
             )
         if index == 7:
+            if training.form == "drop_in":
+                assert training.status().covered == ("forward", "backward")
             for handle in training.memo.pop("handles"):
                 handle.remove()
 

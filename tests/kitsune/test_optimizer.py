@@ -144,6 +144,8 @@ def test_state_that_is_reset_the_way_optimizers_take_it() -> None:
         (lambda: (adam(Net()),), {"lr": 0.1}, kitsune.ConfigError, "option 'lr'"),
         (lambda: (adam(Net()),), {"num_stream": 4}, kitsune.ConfigError, "option 'num_stream'.*num_streams"),
         (lambda: (adam(Net()),), {"num_streams": 0}, kitsune.ConfigError, "num_streams.*from 1 to 8"),
+        (lambda: (adam(Net()),), {"model": 3}, TypeError, "model must be a torch.nn.Module, or several, got int"),
+        (lambda: (adam(Net()),), {"model": []}, kitsune.ConfigError, "modules that own a parameter"),
         (lambda: (kitsune.KitsuneOptimizer(adam(Net())),), {}, TypeError, "a KitsuneOptimizer already"),
         (lambda: (torch.optim.Adam, Net().parameters()), {"learning_rate": 1}, kitsune.ConfigError, "learning_rate"),
         (
@@ -725,7 +727,7 @@ def test_a_closure_that_raises() -> None:
     compare("drop_in", loop=loop, steps=8)
 
 
-@pytest.mark.support("Optimizers", "LBFGS: its own update, with a closure", "plain PyTorch, with a reason")
+@pytest.mark.support("Optimizers", "LBFGS, with a closure", "replayed, but for the update")
 def test_lbfgs() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Net()
@@ -740,7 +742,8 @@ def test_lbfgs() -> None:
 
         return torch.tensor(training.optimizer.step(closure))
 
-    training = compare("drop_in", build, loop=loop, steps=4, replays=0)
+    training = compare("drop_in", build, loop=loop, steps=4, replays=4)
+    assert training.status().covered == ("forward", "backward")
     assert any("no update rule for LBFGS" in refusal for refusal in training.status().refusals)
 
 

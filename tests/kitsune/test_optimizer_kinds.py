@@ -225,6 +225,7 @@ class Wrapping(torch.optim.Optimizer):
 WITHOUT_A_RULE: list[Kind] = [torch.optim.Adafactor, torch.optim.Muon, Halving, Wrapping]
 
 
+@pytest.mark.support("Optimizers", "Adafactor, Muon, and those of other libraries", "replayed, but for the update")
 @pytest.mark.parametrize("kind", WITHOUT_A_RULE)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_optimizer_without_a_rule_steps_by_itself(form: str, kind: Kind, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,6 +255,7 @@ def test_a_parameter_that_the_optimizer_has_twice_is_updated_twice(form: str, ki
     assert any("a parameter more than once" in refusal for refusal in training.status().refusals)
 
 
+@pytest.mark.support("Optimizers", "SparseAdam, and sparse gradients for others", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
 @pytest.mark.parametrize("form", FORMS)
 def test_sparse_gradients(form: str, kind: Kind) -> None:
@@ -265,4 +267,5 @@ def test_sparse_gradients(form: str, kind: Kind) -> None:
         (_, y), _ = batch(index)
         return (y, y), {}
 
-    compare(form, build, batches=words, replays=0, gradients=False)
+    training = compare(form, build, batches=words, replays=0, gradients=False)
+    assert "sparse" in training.status().reason.lower()

@@ -51,7 +51,6 @@ def test_the_dictionary_survives_json() -> None:
     assert values["memory"]["high_water_bytes"] == 2**22
 
 
-@pytest.mark.support("Speed", "set-up time, gain and break-even steps are reported", "replayed")
 def test_the_text() -> None:
     assert str(FULL) == "\n".join(
         [
@@ -82,6 +81,25 @@ def test_the_table_for_notebooks_has_the_rows_of_the_text() -> None:
     assert all(line.endswith(text) for (_, text), (_, line) in zip(rows, lines, strict=True))
 
 
+@pytest.mark.support("Speed", "set-up time, gain and break-even steps are reported", "replayed")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_figures_of_a_measured_training(form: str) -> None:
+    model, optimizer = net_and_adam()
+    training = Training(form, model, optimizer, mode="auto")
+    for index in range(0, 400, 20):
+        training.run(20, start=index)
+        status = training.status()
+        if None not in (status.eager_seconds, status.replay_seconds) and status.mode != "measuring":
+            break
+    assert status.eager_seconds is not None
+    assert status.replay_seconds is not None
+    assert status.setup_seconds > 0
+    assert status.gain == status.eager_seconds / status.replay_seconds
+    assert (status.break_even_steps is None) == (status.gain <= 1)
+    assert (status.mode == "replay") == (status.gain > 1)
+
+
+@pytest.mark.support("Speed", "status() tells what is replayed, and what of the options has no effect", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_the_status_of_a_training(form: str) -> None:
     model, optimizer = net_and_adam()

@@ -281,6 +281,8 @@ def test_what_it_takes() -> None:
     step = kitsune.TrainStep(model, functional.cross_entropy, optimizer)
     with pytest.raises(TypeError, match="leave optimizer out"):
         kitsune.verify(step, optimizer=kitsune.KitsuneOptimizer(optimizer))
+    with pytest.raises(TypeError, match="or a function with optimizer=<KitsuneOptimizer>; got 3 "):
+        kitsune.verify(3, optimizer=kitsune.KitsuneOptimizer(optimizer))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="optimizer=<KitsuneOptimizer>"):
         kitsune.verify(lambda: None)
     with pytest.raises(kitsune.ConfigError, match="verify"):
