@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from kitsune.config import whole_number
+
 _log = logging.getLogger("kitsune")
 
 Batch = TypeVar("Batch")
@@ -113,11 +115,11 @@ class Bucketed(Generic[Batch]):
 
 
 def _lengths(to: int | Sequence[int]) -> int | tuple[int, ...]:
-    lengths: tuple[object, ...] = (to,) if isinstance(to, int) else tuple(to)
-    whole = [length for length in lengths if isinstance(length, int) and not isinstance(length, bool) and length > 0]
+    lengths: tuple[object, ...] = tuple(to) if isinstance(to, Iterable) else (to,)
+    whole = [number for number in map(whole_number, lengths) if number is not None and number > 0]
     if not whole or len(whole) < len(lengths) or any(one >= other for one, other in itertools.pairwise(whole)):
         raise ValueError(f"to must be a whole number from 1 up, or several that ascend, not {to!r}")
-    return to if isinstance(to, int) else tuple(whole)
+    return tuple(whole) if isinstance(to, Iterable) else whole[0]
 
 
 def _part(batch: Any, name: Any) -> torch.Tensor:

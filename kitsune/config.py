@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,11 +210,19 @@ def _amp_dtype(name: str, value: object) -> torch.dtype:
     raise ConfigError(name, value, "torch.bfloat16 or torch.float16")
 
 
+def whole_number(value: object) -> int | None:
+    """`value` as an int, if it is a whole number, NumPy's among them; None for others, and for True and False."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)
+
+
 def _whole(name: str, value: object, low: int, high: int | None) -> int:
     if isinstance(value, str) and value.isdigit():
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high):
-        return value
+    number = whole_number(value)
+    if number is not None and number >= low and (high is None or number <= high):
+        return number
     raise ConfigError(name, value, f"a whole number from {low}" + (f" to {high}" if high is not None else " up"))
 
 

@@ -139,7 +139,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def status(self) -> Status:
         """What the latest iteration of the loop did and why, with figures over all iterations so far."""
         if self._loop is None:
-            reason = "this copy has not been used yet" if self._waits else "a TrainStep has taken over this optimizer"
+            reason = "this copy has not been used yet" if self._waits else "the wrapped optimizer was handed over"
             return Status(
                 "eager",
                 reason,
@@ -216,7 +216,9 @@ def _loss_scale(config: Config, optimizer: torch.optim.Optimizer) -> LossScale |
 def _models(
     model: torch.nn.Module | Iterable[torch.nn.Module], optimizer: torch.optim.Optimizer
 ) -> list[torch.nn.Module]:
-    given = [model] if isinstance(model, torch.nn.Module) else list(model)
+    given = list(model) if isinstance(model, Iterable) and not isinstance(model, torch.nn.Module) else [model]
+    if not given:
+        raise ConfigError("model", given, "modules that own a parameter of the optimizer, or None to find them")
     trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for one in given:
         if not isinstance(one, torch.nn.Module):

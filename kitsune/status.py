@@ -66,7 +66,7 @@ class Status:
         break_even_steps: replayed steps after which the setup has paid for itself.
         graphs: how many captured graphs are held.
         replays: steps that were replayed; in a loop, calls of the model.
-        fallbacks: steps (or parts of steps) that ran eagerly although a captured graph existed.
+        fallbacks: steps (or parts of steps) that were to be replayed and ran eagerly, as what could not be captured.
         refusals: what was not captured or not replayed, and why; each reason once.
         not_in_effect: options that were given, but change nothing.
         schedules: those of the captured step, or of a loop's backward pass, that were tried, the simplest first.

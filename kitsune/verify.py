@@ -39,7 +39,7 @@ def verify(
         if optimizer is not None:
             raise TypeError("a TrainStep has an optimizer of its own: leave optimizer out")
         return step_or_loop.verify(*args, **kwargs)
-    if not isinstance(optimizer, KitsuneOptimizer):
+    if not isinstance(optimizer, KitsuneOptimizer) or not callable(step_or_loop):
         given = f"{step_or_loop!r} with an optimizer of type {type(optimizer).__name__}"
         raise TypeError(f"expected a TrainStep, or a function with optimizer=<KitsuneOptimizer>; got {given}")
     return optimizer.verify(partial(step_or_loop, *args, **kwargs))
