@@ -55,6 +55,7 @@ class Chooser:
         mode: the configured mode.
         synchronize: waits for the device, so that times are of work done and not of work queued.
         is_compiled: tells whether what runs eagerly is fused, as replays are yet to be; asked where that matters.
+        was_met: whether there was a step of the signature before; it ran eagerly.
 
     Attributes:
         may_improve: replays are yet to be made faster, after which they are timed anew. Until then those that lose
@@ -62,7 +63,12 @@ class Chooser:
     """
 
     def __init__(
-        self, mode: Mode, synchronize: Callable[[], None], *, is_compiled: Callable[[], bool] = lambda: False
+        self,
+        mode: Mode,
+        synchronize: Callable[[], None],
+        *,
+        is_compiled: Callable[[], bool] = lambda: False,
+        was_met: bool = False,
     ) -> None:
         self.refusal: Refusal | None = None
         if mode == "eager":
@@ -71,7 +77,7 @@ class Chooser:
         self._wanted = _UNTIMED + (_SAMPLES if self._auto else 0)  # steps of each kind, before one is chosen
         self._synchronize = synchronize
         self._is_compiled = is_compiled
-        self._seen: dict[Choice, int] = {"eager": 0, "replay": 0}
+        self._seen: dict[Choice, int] = {"eager": _UNTIMED if was_met else 0, "replay": 0}
         self._best: dict[Choice, float] = {}
         self._started: float | None = None
         self._spent = 0.0

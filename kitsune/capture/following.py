@@ -7,6 +7,7 @@ what calls of torch's functions do with them: the public decorator calls a dozen
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -179,7 +180,7 @@ def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:
         return argument if all(items[name] is item for name, item in argument.items()) else items
     if kind is list or isinstance(argument, tuple):
         found = [_mapped(item, function) for item in argument]
-        if all(one is other for one, other in zip(found, argument, strict=True)):
+        if all(map(operator.is_, found, argument)):
             return argument
         return kind(*found) if hasattr(argument, "_fields") else kind(found)
     return argument

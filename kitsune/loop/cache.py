@@ -31,17 +31,29 @@ class StepCache(Generic[S]):
         self._max_graphs = max_graphs
         self._log = log
         self._steps: OrderedDict[Hashable, S] = OrderedDict()
+        self._met_once: OrderedDict[Hashable, None] = OrderedDict()
         self._num_met = self._past_replays = 0
         self._past_setup_seconds = 0.0
+
+    def is_new(self, key: Hashable) -> bool:
+        """Whether a signature is met for the first time. Many never come back: only that it was met is kept."""
+        if key in self._steps or key in self._met_once:
+            return False
+        self._met_once[key] = None
+        self._count_met()
+        if len(self._met_once) > self._max_graphs * _REMEMBERED_PER_GRAPH:
+            self._met_once.popitem(last=False)
+        return True
 
     def get(self, key: Hashable, make: Callable[[], S]) -> S:
         """The step of a signature, the most recently used one from now on."""
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = make()
-            self._num_met += 1
-            if self._num_met == _MANY_SIGNATURES and self.replays < _MANY_SIGNATURES:
-                self._log.add(RefusedError(_HARDLY_ANY_TWICE, passing=True))
+            if key in self._met_once:
+                del self._met_once[key]
+            else:
+                self._count_met()
             if len(self._steps) > self._max_graphs * _REMEMBERED_PER_GRAPH:
                 self._forget(next(iter(self._steps)))
         else:
@@ -85,6 +97,11 @@ class StepCache(Generic[S]):
     def setup_seconds(self) -> float:
         """Time spent on captures so far, forgotten steps included."""
         return self._past_setup_seconds + sum(step.setup_seconds for step in self._steps.values())
+
+    def _count_met(self) -> None:
+        self._num_met += 1
+        if self._num_met == _MANY_SIGNATURES and self.replays < _MANY_SIGNATURES:
+            self._log.add(RefusedError(_HARDLY_ANY_TWICE, passing=True))
 
     def _forget(self, key: Hashable) -> None:
         step = self._steps.pop(key)

@@ -91,6 +91,8 @@ class DropInLoop:
         self._latest: SplitStep | None = None
         self._latest_updated = False
         self._has_called = True  # in the latest iteration, or in this one
+        self._num_new_calls = 0  # in this iteration, with signatures that were not met before
+        self._was_all_new = False  # the latest iteration
         self._has_stepped = False
         self._fallbacks = 0
         self._is_paused = False
@@ -165,6 +167,10 @@ class DropInLoop:
             self._begin_plainly(module)
             return eager(args, kwargs)
         signature = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
+        if self._config.mode == "auto" and self._steps.is_new((signature, 0)):
+            self._num_new_calls += 1
+            self._begin_plainly(module)
+            return eager(args, kwargs)
         step = self._latest = self._step_of(signature, partial(self._make, module, call))
         choice = step.chooser.next()
         if step not in self._iteration:
@@ -276,6 +282,8 @@ class DropInLoop:
             step.chooser.finish(choice, self._num_calls(step.module))
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)
+        self._was_all_new = self._num_new_calls > 0 and not self._iteration
+        self._num_new_calls = 0
         self._has_called = bool(self._iteration)
         self._iteration.clear()
         self._finder.count_step()
@@ -389,6 +397,8 @@ class DropInLoop:
             return "eager", str(refusal)
         if self._latest is not None and self._has_called:
             return self._latest.describe()
+        if self._was_all_new:
+            return "measuring", "the latest call was the first one of its signature: shapes, numbers, modes"
         if self._latest is not None:
             return "eager", "the latest iteration had no call of the model that can be replayed: its methods cannot"
         if self._refusals:
@@ -401,7 +411,7 @@ class DropInLoop:
 
     def _refuse_unstepped(self) -> Refusal | None:
         """None if `step()` was called, or may still be."""
-        num_calls = sum(count for _, count in self._iteration.values())
+        num_calls = self._num_new_calls + sum(count for _, count in self._iteration.values())
         if self._has_stepped or num_calls < _PATIENCE_CALLS:
             return None
         return Refusal(
@@ -431,6 +441,7 @@ class DropInLoop:
             self._config.mode,
             partial(_synchronize, self._optimizer),
             is_compiled=lambda: is_whole or has_compiled_parts(module),
+            was_met=self._config.mode == "auto",
         )
         config = self._config
         if self._losses is not None:  # from the loss on, gradients would not go through the nodes that scale them

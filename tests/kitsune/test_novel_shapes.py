@@ -16,7 +16,8 @@ import kitsune
 from kitsune.config import Mode
 
 OWN = str(Path(kitsune.__file__).parent)
-MOST_CALLS = 120  # functions of Kitsune's, in an iteration whose shapes are new; each takes less than a microsecond
+MOST_CALLS = {"auto": 60, "replay": 100, "eager": 40}
+"""Functions of Kitsune's, in an iteration whose shapes are new; each takes about half a microsecond."""
 
 
 def num_own_calls(iteration: Callable[[], None]) -> int:
@@ -58,19 +59,20 @@ def test_a_novel_shape_costs_the_same_whatever_the_model(mode: Mode) -> None:
             iterate(size)
         counts[layers] = num_own_calls(lambda iterate=iterate: iterate(4))
     assert counts[2] == counts[30]
-    assert counts[2] <= MOST_CALLS
+    assert counts[2] <= MOST_CALLS[mode]
 
 
 def test_a_loop_that_is_not_to_be_replayed_is_hardly_looked_at() -> None:
     iterate = loop("eager", 2)
     for _ in range(5):
         iterate(3)
-    assert num_own_calls(lambda: iterate(3)) <= MOST_CALLS / 4
+    assert num_own_calls(lambda: iterate(3)) <= MOST_CALLS["eager"]
 
 
-def test_shapes_that_do_not_come_back_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", ["auto", "replay"])
+def test_shapes_that_do_not_come_back_are_told_of(mode: Mode, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kitsune")
-    iterate = loop("replay", 2)
+    iterate = loop(mode, 2)
     for size in range(1, 61):
         iterate(size)
     assert any("signatures of the arguments were met, hardly any of them twice" in text for text in caplog.messages)
