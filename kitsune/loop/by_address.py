@@ -119,6 +119,15 @@ class ByAddress:
         """As `Recording.fits`."""
         return self._copying.fits(inputs)
 
+    @property
+    def written(self) -> frozenset[int]:
+        """As `Recording.written`."""
+        return self._copying.written
+
+    def reads_written(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """As `Recording.reads_written`."""
+        return self._copying.reads_written(inputs)
+
     def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
         """As `Recording.misfit`."""
         return self._copying.misfit(inputs, module)

@@ -23,6 +23,8 @@ from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow, liveness
 from kitsune.native.facts import Fact, attribute, result
 
+READS_WRITTEN = Refusal("an argument lies in memory that the model writes", remedy="pass a copy")
+
 
 class Recording:
     """An executor for `module` and the inputs it was made for.
@@ -40,6 +42,9 @@ class Recording:
         lowered: what runs in place of `module`, which it computes; Inductor leaves it as it is.
         live_bytes: tells what its values need at once, if not what those of `module` do in order.
         on_release: told when the memory that `lowered` uses is free again.
+
+    Attributes:
+        written: the addresses of the storages of inputs that the graph writes.
 
     Raises:
         RefusedError: the graph cannot be replayed on copies of these inputs, or would need more
@@ -81,6 +86,8 @@ class Recording:
         self._ids = list(map(id, self._tensors))
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._trained = [tensor.requires_grad for tensor in self._tensors]
+        self._copied = copied
+        self.written = frozenset(_address(inputs[position]) for position in mutated)
         self.executor: InOrder | OnStreams | CudaGraph
         records = device.type == "cuda" and config.cuda_graphs
         if lowered is None:
@@ -127,6 +134,10 @@ class Recording:
             and [tensor.requires_grad for tensor in tensors] == self._trained[:count]
         )
 
+    def reads_written(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether an input that is copied in lies in memory that the graph writes, perhaps before it is to be read."""
+        return bool(self.written) and any(_address(inputs[place]) in self.written for place in self._copied)
+
     def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
         """What of `inputs` is the first not to fit, by its name in `module`, for a refusal."""
         names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
@@ -154,6 +165,10 @@ class Recording:
         self._tensors.clear()
         if self._on_release is not None:
             self._on_release()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _refuse_inputs(

@@ -45,6 +45,7 @@ class CallShortcut:
         facts: what must hold beside the repetition's.
         args, kwargs: of the present call.
         stable: positions of inputs that stay the same tensors from call to call.
+        written: addresses of storages in which no argument may lie; see `Recording.reads_written`.
         more: tensors that the graph takes after those of the call.
 
     Raises:
@@ -58,6 +59,7 @@ class CallShortcut:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         stable: Collection[int],
+        written: Collection[int],
         more: Sequence[torch.Tensor] = (),
     ) -> None:
         self._inputs = [*repetition.sources, *more]
@@ -71,6 +73,7 @@ class CallShortcut:
         self._leaves = [(place, value.is_leaf) for place, value in tensors if value.requires_grad]
         if not set(stable).isdisjoint(position for position, _ in self._places):
             raise LookupError("a part of the model is an argument")
+        self._written = written
         self._num_args, self._names = len(args), tuple(kwargs)
         self._guards, self._variables = repetition.guards, repetition.variables
         self._args_name, self._kwargs_name = repetition.names
@@ -94,6 +97,8 @@ class CallShortcut:
         inputs: list[Any] = self._inputs.copy()
         for position, place in self._places:
             inputs[position] = values[place]
+            if self._written and values[place].untyped_storage().data_ptr() in self._written:
+                return None
         return inputs
 
 
@@ -156,7 +161,7 @@ class Shortcut:
     ) -> None:
         assert program.binding is not None
         facts = _step_facts(len(repetition.sources), spec, program, recording)
-        self._call = CallShortcut(repetition, facts, args, kwargs, program.stable, program.state)
+        self._call = CallShortcut(repetition, facts, args, kwargs, program.stable, recording.written, program.state)
         self._update = UpdateShortcut(program.binding)
 
     @classmethod

@@ -29,7 +29,7 @@ from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import Call, GuardedStep, ReplayedApart
-from kitsune.loop.recording import Recording
+from kitsune.loop.recording import READS_WRITTEN, Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
@@ -256,7 +256,7 @@ class SplitStep(GuardedStep):
             *graphs.forward.facts(len(flat)),
         ]
         try:
-            return CallShortcut(repetition, facts, args, kwargs, graphs.stable)
+            return CallShortcut(repetition, facts, args, kwargs, graphs.stable, graphs.forward.written)
         except LookupError:
             return None
 
@@ -287,6 +287,8 @@ class SplitStep(GuardedStep):
             changed = self._graphs.forward.misfit(flat, self.module)
             self.release()
             raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
+        elif self._graphs.forward.reads_written(flat):
+            raise RefusedError(READS_WRITTEN, passing=True)
         elif self._graphs.program.autocast != self._autocast:
             self.release()
             raise RefusedError(_other_autocast(), passing=True)

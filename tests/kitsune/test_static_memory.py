@@ -342,3 +342,45 @@ def test_parameters_that_get_other_memory_stay_the_users(form: str, move: Any) -
             move(training)
 
     compare(form, lambda: (model := Scaled(), adam(model)), steps=10, edit=edit, replays=4)
+
+
+class Bank(nn.Module):
+    """Writes to a buffer before it reads its argument."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("queue", torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue.mul_(0.9)
+        return self.head(x)
+
+
+@pytest.mark.support(
+    "Shapes and modes", "arguments that lie in a buffer that the model writes", "plain PyTorch, with a reason"
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_that_come_to_lie_in_what_the_model_writes(form: str) -> None:
+    """A replay would have copied them before. Some do from the eighth step on, and no longer from the twelfth."""
+    banks: list[Bank] = []
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        banks.append(Bank())
+        return banks[-1], adam(banks[-1])
+
+    def edit(training: Training, index: int) -> None:
+        model = training.model
+        assert isinstance(model, Bank)
+        current[:] = [model.queue[:6] if 8 <= index < 12 else None]
+
+    current: list[Tensor | None] = [None]
+
+    def batches(index: int) -> Batch:
+        (x, y), _ = batch(index)
+        return (x if current[0] is None else current[0], y), {}
+
+    training = compare(form, build, steps=16, edit=edit, batches=batches, replays=9)
+    assert any("memory that the model writes" in reason for reason in training.status().refusals)
