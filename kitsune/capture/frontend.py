@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `causal_masks` and `equality`. `torch.compile` with a
-backend of one's own is public. What is not: exceptions that tell the line that could not be captured, the switch that
-guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which functions a call
-runs, that it asks whether it is being compiled, which functions keep their results, what it takes a sequence for, the
-advice that Dynamo gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `causal_masks`, `equality` and `lookups`. `torch.compile`
+with a backend of one's own is public. What is not: exceptions that tell the line that could not be captured, the switch
+that guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which functions a
+call runs, that it asks whether it is being compiled, which functions keep their results, what it takes a sequence for,
+the advice that Dynamo gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import causal_masks, equality
+from kitsune.capture import causal_masks, equality, lookups
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -333,10 +333,10 @@ def dynamo_facts() -> list[Fact]:
 def _strict_capture() -> Iterator[_Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
-    Constants are told from others that are only equal. Refused is also a model that asks whether it is being compiled:
-    it would be told so, and is not by plain PyTorch. So is one of which a function keeps what it makes
-    (`functools.lru_cache`): Dynamo would have it make that again. So is one with a deque that has a bound: Dynamo takes
-    it for one without. What it yields is filled meanwhile.
+    Constants are told from others that are only equal, and what is looked up in vain is guarded. Refused is also a
+    model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So is one of which a
+    function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again. So is one with a deque
+    that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
@@ -359,6 +359,7 @@ def _strict_capture() -> Iterator[_Called]:
             ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
         ),
         equality.strict(),
+        lookups.guarded(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
@@ -421,6 +422,10 @@ def _refuse_question() -> Callable[[Any], None]:
     return answer
 
 
+_OF_CODE = ("CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "MODULE_MATCH")
+"""Guards that a function has other code than it had."""
+
+
 def _refuse_kept_results() -> Any:
     """What Dynamo calls for a function that is wrapped, as by `functools.lru_cache`."""
     call: Callable[..., Any] = WrapperUserFunctionVariable.call_function
@@ -428,11 +433,14 @@ def _refuse_kept_results() -> Any:
     def call_function(function: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
         if not hasattr(function.wrapper_obj, "cache_info"):
             return call(function, tx, args, kwargs)
-        num_nodes = len(tx.output.graph.nodes)
+        num_nodes, guards = len(tx.output.graph.nodes), set(tx.output.guards)
         result = call(function, tx, args, kwargs)
+        name = function.wrapper_obj.__name__
         if len(tx.output.graph.nodes) != num_nodes:
-            name = function.wrapper_obj.__name__
             raise exc.Unsupported(f"{name}() keeps tensors that it makes, and would make others at every replay")
+        is_own = (function.wrapper_obj.__module__ or "").partition(".")[0] not in _LIBRARIES
+        if is_own and any(guard.create_fn_name() not in _OF_CODE for guard in set(tx.output.guards) - guards):
+            raise exc.Unsupported(f"{name}() keeps results that depend on more than its arguments")
         return result
 
     return call_function
