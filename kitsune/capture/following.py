@@ -168,7 +168,10 @@ def note_edit(arguments: tuple[Any, ...]) -> None:
 def unfollowed(argument: Any) -> Any:
     """`argument` with plain tensors for followed ones, in lists, tuples and dictionaries too."""
     with plainly():
-        return _mapped(argument, lambda one: valued(one).as_subclass(Tensor))
+        return _mapped(
+            argument,
+            lambda one: one.follower.value(one.place) if isinstance(one, PendingTensor) else one.as_subclass(Tensor),
+        )
 
 
 def _mapped(argument: Any, function: Callable[[FollowedTensor], Any]) -> Any:

@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import re
+import sysconfig
 import threading
 import types
 import warnings
@@ -422,6 +423,8 @@ def _refuse_question() -> Callable[[Any], None]:
     return answer
 
 
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
+
 _OF_CODE = ("CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "MODULE_MATCH")
 """Guards that a function has other code than it had."""
 
@@ -438,12 +441,18 @@ def _refuse_kept_results() -> Any:
         name = function.wrapper_obj.__name__
         if len(tx.output.graph.nodes) != num_nodes:
             raise exc.Unsupported(f"{name}() keeps tensors that it makes, and would make others at every replay")
-        is_own = (function.wrapper_obj.__module__ or "").partition(".")[0] not in _LIBRARIES
-        if is_own and any(guard.create_fn_name() not in _OF_CODE for guard in set(tx.output.guards) - guards):
+        reads = any(guard.create_fn_name() not in _OF_CODE for guard in set(tx.output.guards) - guards)
+        if reads and not _is_installed(function.wrapper_obj):
             raise exc.Unsupported(f"{name}() keeps results that depend on more than its arguments")
         return result
 
     return call_function
+
+
+def _is_installed(function: Any) -> bool:
+    """Whether a function is of an installed package, which keeps what depends on the arguments alone."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and code.co_filename.startswith(_INSTALLED)
 
 
 def _refuse_bounded() -> Any:
