@@ -31,6 +31,7 @@ EXAMPLES: Mapping[str, str] = {
     "chargpt": "--iterations 1000 --eval-interval 1000000",
     "gan": "--iterations 4000",
     "text": "--epochs 30",
+    "text --pad-to 1": "--epochs 30",
     "finetune": "--batches 600",
 }
 """Their names, with what tells runs of one example apart, and the options that make them long enough."""
