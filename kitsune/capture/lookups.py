@@ -2,32 +2,30 @@
 
 Where an attribute or a key is missing, so that `__getattr__` or an `except` has the answer, Dynamo does not guard that
 it goes on missing; nor, where a class inherits an attribute, that it gets none of its own; nor, where objects are
-compared by `is`, or are searched for in a list, which ones they are. Its variables and its guard builder are private.
-Before torch 2.13 there is no one place for comparisons by identity, and they are left to Dynamo.
+compared by `is`, or by an `==` that means the same, which ones they are. Its variables and its guard builder are
+private.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GetItemSource, TypeDictSource, TypeMROSource
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, UserDefinedObjectVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable, LazyVariableTracker, UserDefinedObjectVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import BaseListVariable
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 """Dictionaries of modules in which `Module.__getattr__` looks."""
 
-_OBJECTS = (UserDefinedObjectVariable, ConstDictVariable, BaseListVariable)
-"""Of others, Dynamo guards more than their type."""
+_COMPARISONS = (operator.is_, operator.is_not, operator.eq, operator.ne)
 
 _IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
 
@@ -38,7 +36,8 @@ def guarded() -> Iterator[None]:
     attribute = mock.patch.object(UserDefinedObjectVariable, "var_getattr", _guard_attribute())
     inherited = mock.patch.object(UserDefinedObjectVariable, "get_source_by_walking_mro", _guard_class())
     key = mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", _guard_key())
-    with attribute, inherited, key, _identity():
+    identity = mock.patch.object(BuiltinVariable, "call_function", _guard_identity())
+    with attribute, inherited, key, identity:
         yield
 
 
@@ -84,31 +83,27 @@ def _guard_key() -> Callable[..., Any]:
     return getitem
 
 
-@contextmanager
-def _identity() -> Iterator[None]:
-    try:
-        protocol: Any = importlib.import_module("torch._dynamo.variables.object_protocol")
-        compare: Callable[..., Any] = protocol.vt_identity_compare
-    except (ImportError, AttributeError):
-        yield
-        return
+def _guard_identity() -> Callable[..., Any]:
+    call: Callable[..., Any] = BuiltinVariable.call_function
 
-    def compare_guarded(left: Any, right: Any) -> Any:
-        pair = [one.realize() if isinstance(one, LazyVariableTracker) else one for one in (left, right)]
-        if all(isinstance(one, _OBJECTS) and one.source is not None for one in pair):
-            for one in pair:
-                _install(one.source, GuardBuilder.ID_MATCH)
-        return compare(left, right)
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if variable.fn in _COMPARISONS and len(args) == 2:
+            pair = [one.realize() if isinstance(one, LazyVariableTracker) else one for one in args]
+            if all(_is_compared_by_identity(one, variable.fn) for one in pair):
+                for one in pair:
+                    _install(one.source, GuardBuilder.ID_MATCH)
+        return call(variable, tx, args, kwargs)
 
-    users = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("torch._dynamo.") and vars(module).get("vt_identity_compare") is compare
-    ]
-    with ExitStack() as stack:
-        for module in users:
-            stack.enter_context(mock.patch.object(module, "vt_identity_compare", compare_guarded))
-        yield
+    return call_function
+
+
+def _is_compared_by_identity(variable: Any, function: Any) -> bool:
+    """Whether it tells objects from one another, of which Dynamo guards the type alone."""
+    if variable.source is None:
+        return False
+    if function in (operator.is_, operator.is_not):
+        return isinstance(variable, (UserDefinedObjectVariable, ConstDictVariable, BaseListVariable))
+    return isinstance(variable, UserDefinedObjectVariable) and type(variable.value).__eq__ is object.__eq__
 
 
 def _is_missing(value: object, name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +37,7 @@ class Reading(Net):
         self.one, self.other = Thing(), Thing()
         self.act, self.other_act = nn.Tanh(), nn.Tanh()
         self.things, self.others = [1], [1]
+        self.some, self.acts = [Thing()], [nn.Tanh()]
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.read(self)
@@ -98,6 +98,14 @@ IDENTITIES: dict[str, tuple[Callable[[Any], float], Callable[[Any], object]]] = 
         lambda model: 2.0 if model.act is model.other_act else 1.0,
         lambda model: setattr(model, "other_act", model.act),
     ),
+    "objects in a list": (
+        lambda model: 2.0 if model.one in model.some else 1.0,
+        lambda model: model.some.__setitem__(0, model.one),
+    ),
+    "modules in a list": (
+        lambda model: 2.0 if model.act in model.acts else 1.0,
+        lambda model: model.acts.__setitem__(0, model.act),
+    ),
     "lists": (
         lambda model: 2.0 if model.things is model.others else 1.0,
         lambda model: setattr(model, "others", model.things),
@@ -143,10 +151,6 @@ def test_an_attribute_that_hides_that_of_the_model_inside() -> None:
     changed_in_mid_training(lambda: Delegating(Net()), lambda model: setattr(model, "gain", 2.0))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch._dynamo.variables.object_protocol") is None,
-    reason="before torch 2.13 comparisons by identity are left to Dynamo",
-)
 @pytest.mark.support("Models", "objects that are compared by identity, and become one", "replayed")
 @pytest.mark.parametrize("what", IDENTITIES)
 def test_objects_that_become_one_are_noticed(what: str) -> None:
@@ -167,8 +171,9 @@ def test_objects_that_are_asked_for_none_may_be_others() -> None:
     assert compare("drop_in", build, steps=8, edit=edit).status().mode == "replay"
 
 
-def kept(read: Callable[[], float]) -> Callable[[Any], float]:
-    return functools.lru_cache(lambda _model: read())
+@functools.lru_cache
+def kept() -> float:
+    return FACTORS["kept"]
 
 
 @pytest.mark.support(
@@ -177,7 +182,8 @@ def kept(read: Callable[[], float]) -> Callable[[Any], float]:
 def test_results_that_a_function_keeps_are_not_computed_anew() -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         FACTORS["kept"] = 1.0
-        model = Reading(kept(lambda: FACTORS["kept"]))
+        kept.cache_clear()
+        model = Reading(lambda _model: kept())
         return model, adam(model)
 
     def edit(training: Training, index: int) -> None:
