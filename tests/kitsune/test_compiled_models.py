@@ -192,7 +192,7 @@ def test_what_it_was_compiled_to_is_what_replays_are_measured_against(
     begin = Chooser.__init__
 
     def watched(chooser: Chooser, *args: Any, **options: Any) -> None:
-        made.append(options["is_compiled"])
+        made.append(options["is_compiled"]())
         begin(chooser, *args, **options)
 
     monkeypatch.setattr(Chooser, "__init__", watched)
