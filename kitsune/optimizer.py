@@ -139,7 +139,9 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def status(self) -> Status:
         """What the latest iteration of the loop did and why, with figures over all iterations so far."""
         if self._loop is None:
-            reason = "this copy has not been used yet" if self._waits else "the wrapped optimizer was handed over"
+            reason = (
+                "this copy has not been used yet" if self._waits else "its optimizer was handed over, as to a TrainStep"
+            )
             return Status(
                 "eager",
                 reason,
