@@ -51,7 +51,7 @@ class Status:
 
     Attributes:
         mode: `"replay"`: the captured graph runs; `"measuring"`: steps run eagerly or replayed
-            while both are timed; `"eager"`: plain PyTorch runs; `"idle"`: no step has run yet.
+            while both are timed; `"eager"`: plain PyTorch runs; `"idle"`: no call of the model was followed yet.
         reason: why `mode` is what it is.
         covered: the parts of the step that the captured graph replaces, of `"forward"`, `"loss"`,
             `"backward"`, `"update"`.

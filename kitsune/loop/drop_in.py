@@ -406,7 +406,7 @@ class DropInLoop:
         if not self._modules and (refusal := self._finder.refusal()) is not None:
             return "eager", str(refusal)
         if self._modules:
-            return "eager", "the model was found in its first call, which had begun eagerly"
+            return "idle", "the model was found in its first call, which had begun eagerly"
         return "idle", "no module that owns the optimizer's parameters has been called with gradients enabled yet"
 
     def _refuse_unstepped(self) -> Refusal | None:
