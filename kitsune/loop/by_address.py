@@ -124,9 +124,9 @@ class ByAddress:
         """As `Recording.written`."""
         return self._copying.written
 
-    def reads_written(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """As `Recording.reads_written`."""
-        return self._copying.reads_written(inputs)
+    def refuse_written(self, inputs: Sequence[torch.Tensor]) -> None:
+        """As `Recording.refuse_written`."""
+        self._copying.refuse_written(inputs)
 
     def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
         """As `Recording.misfit`."""

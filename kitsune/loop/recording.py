@@ -23,8 +23,6 @@ from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow, liveness
 from kitsune.native.facts import Fact, attribute, result
 
-READS_WRITTEN = Refusal("an argument lies in memory that the model writes", remedy="pass a copy")
-
 
 class Recording:
     """An executor for `module` and the inputs it was made for.
@@ -134,9 +132,15 @@ class Recording:
             and [tensor.requires_grad for tensor in tensors] == self._trained[:count]
         )
 
-    def reads_written(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether an input that is copied in lies in memory that the graph writes, perhaps before it is to be read."""
-        return bool(self.written) and any(_address(inputs[place]) in self.written for place in self._copied)
+    def refuse_written(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Looks where inputs that are copied in lie: what the graph writes there, it may write before it is to be read.
+
+        Raises:
+            RefusedError: one lies in memory that the graph writes.
+        """
+        if self.written and any(_address(inputs[place]) in self.written for place in self._copied):
+            refusal = Refusal("an argument lies in memory that the model writes", remedy="pass a copy")
+            raise RefusedError(refusal, passing=True)
 
     def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
         """What of `inputs` is the first not to fit, by its name in `module`, for a refusal."""

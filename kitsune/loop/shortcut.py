@@ -45,7 +45,7 @@ class CallShortcut:
         facts: what must hold beside the repetition's.
         args, kwargs: of the present call.
         stable: positions of inputs that stay the same tensors from call to call.
-        written: addresses of storages in which no argument may lie; see `Recording.reads_written`.
+        written: addresses of storages in which no argument may lie; see `Recording.refuse_written`.
         more: tensors that the graph takes after those of the call.
 
     Raises:

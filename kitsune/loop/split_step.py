@@ -29,7 +29,7 @@ from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import Call, GuardedStep, ReplayedApart
-from kitsune.loop.recording import READS_WRITTEN, Recording
+from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
@@ -118,7 +118,7 @@ class SplitStep(GuardedStep):
         """
         if self.chooser.settled:
             return
-        for leaf in [output] if isinstance(output, torch.Tensor) else _leaves(output):
+        for leaf in _leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(self._on_eager_backward)
 
@@ -287,8 +287,6 @@ class SplitStep(GuardedStep):
             changed = self._graphs.forward.misfit(flat, self.module)
             self.release()
             raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
-        elif self._graphs.forward.reads_written(flat):
-            raise RefusedError(READS_WRITTEN, passing=True)
         elif self._graphs.program.autocast != self._autocast:
             self.release()
             raise RefusedError(_other_autocast(), passing=True)
@@ -300,6 +298,8 @@ class SplitStep(GuardedStep):
                 ),
                 passing=True,
             )
+        else:
+            self._graphs.forward.refuse_written(flat)
         self._consider_improving(graph, flat)
         return self._graphs
 

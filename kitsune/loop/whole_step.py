@@ -36,7 +36,7 @@ from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.planned_recording import clear, most_on_streams, record_planned, room_on_streams
 from kitsune.loop.planning import Planned
-from kitsune.loop.recording import READS_WRITTEN, Recording, most_live_bytes
+from kitsune.loop.recording import Recording, most_live_bytes
 from kitsune.loop.rounding import change, rounding
 from kitsune.loop.shortcut import Shortcut, may_try_shortcut, same_tensors
 from kitsune.memory.pool import MemoryPool
@@ -275,8 +275,7 @@ class WholeStep(GuardedStep):
                 Refusal("other parameters had gradients in the earlier calls of this update"), passing=True
             )
         inputs = [*flat, *program.state]
-        if contest.winner.reads_written(inputs):
-            raise RefusedError(READS_WRITTEN, passing=True)
+        contest.winner.refuse_written(inputs)
         spans = getattr(self._thread, "spans", None)
         if spans is not None:
             spans += self._measure_spans(contest.place, inputs)
