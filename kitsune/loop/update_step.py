@@ -208,7 +208,7 @@ class UpdateStep:
 
         Static gradients that are no more are forgotten. Others may have come to their addresses since.
         """
-        slots = [self._gradients.get(grad.data_ptr()) for grad in grads]
+        slots = [self._static_at(grad.data_ptr()) for grad in grads]
         if all(slot is None for slot in slots):
             return slots
         self._in_place = [known for known in self._in_place if self._are_there(known)]
@@ -218,16 +218,21 @@ class UpdateStep:
             self._in_place.append([None if slot is None else weakref.ref(slot) for slot in slots])
         return slots
 
+    def _static_at(self, address: int) -> torch.Tensor | None:
+        """The static gradient at an address. Its storage may have got other memory, as by `share_memory_()`."""
+        tensor = self._gradients.get(address)
+        return tensor if tensor is not None and tensor.data_ptr() == address else None
+
     def _are_there(self, references: _References) -> bool:
         """Whether all that is referred to are static gradients still."""
         for reference, tensor in zip(references, _tensors(references), strict=True):
-            if reference is not None and (tensor is None or self._gradients.get(tensor.data_ptr()) is not tensor):
+            if reference is not None and (tensor is None or self._static_at(tensor.data_ptr()) is not tensor):
                 return False
         return True
 
     def _are_static(self, addresses: tuple[int, ...]) -> bool:
         """Whether there are still static gradients at these addresses, 0 standing for those that lie elsewhere."""
-        return all(address in self._gradients for address in addresses if address)
+        return all(self._static_at(address) is not None for address in addresses if address)
 
     def _params_and_grads(self) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
         params = [
