@@ -26,12 +26,16 @@ def num_own_calls(iteration: Callable[[], None]) -> int:
     Without those by which optimizers of other tests still look for their models, in all calls of modules.
     """
     count = 0
+    looking: FrameType | None = None
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count
-        code = frame.f_code
-        is_looking = code.co_name == "_on_call" or code.co_filename.endswith("global_hooks.py")
-        count += event == "call" and code.co_filename.startswith(OWN) and not is_looking
+        nonlocal count, looking
+        if looking is None and event == "call":
+            is_looking = frame.f_code.co_filename.endswith("global_hooks.py")
+            looking = frame if is_looking else None
+            count += frame.f_code.co_filename.startswith(OWN) and not is_looking
+        elif looking is frame and event == "return":
+            looking = None
 
     sys.setprofile(note)
     try:
