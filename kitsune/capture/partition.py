@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kitsune.capture.sparse import SparseGradient
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.kernels.not_before import not_before
@@ -34,6 +35,8 @@ class BackwardPart:
         depends: for each of these, the indices among `roots` of those that it depends on.
         saved_inputs: positions of the flat inputs that saved values are, or are views of: as in eager, no edit may come
             between the call and its backward pass.
+        sparse: gradients of which `backward` returns the values alone.
+        coordinates: for each of these, where its coordinates are among the saved values that the part reads.
     """
 
     roots: tuple[int, ...]
@@ -43,6 +46,8 @@ class BackwardPart:
     backward: fx.GraphModule
     depends: tuple[frozenset[int], ...]
     saved_inputs: tuple[int, ...]
+    sparse: tuple[SparseGradient, ...] = ()
+    coordinates: tuple[int, ...] = ()
 
     def without(self, missing: frozenset[int]) -> fx.GraphModule:
         """`backward` for the case that the roots at the indices `missing` have no gradient.
@@ -82,19 +87,26 @@ class BackwardPart:
 
 @dataclass(frozen=True)
 class TracedPart:
-    """A part of the backward pass as it was traced; see `BackwardPart`."""
+    """A part of the backward pass as it was traced; see `BackwardPart`.
+
+    Attributes:
+        sparse: those of which `gradients` has the values.
+        coordinates: of each of these.
+    """
 
     roots: tuple[int, ...]
     gradient_places: tuple[int, ...]
     keeps: bool
+    sparse: tuple[SparseGradient, ...] = ()
     gradients: Sequence[torch.Tensor] = ()
+    coordinates: Sequence[torch.Tensor] = ()
 
     def renumbered(self, used: Sequence[int], num_flat: int) -> TracedPart:
         """The same, of the roots that are `used` alone."""
         places = [
             place if place < num_flat else num_flat + used.index(place - num_flat) for place in self.gradient_places
         ]
-        return TracedPart(tuple(map(used.index, self.roots)), tuple(places), self.keeps)
+        return TracedPart(tuple(map(used.index, self.roots)), tuple(places), self.keeps, self.sparse)
 
 
 def partition(
@@ -104,7 +116,9 @@ def partition(
     places = dataflow.placeholders(joint.graph)
     inputs, tangents = places[:num_inputs], places[num_inputs:]
     results = dataflow.outputs(joint.graph)
-    outputs, grads = results[:num_outputs], iter(results[num_outputs:])
+    outputs, others = results[:num_outputs], iter(results[num_outputs:])
+    grads = [[next(others) for _ in part.gradient_places] for part in traced]
+    coordinates = [[next(others) for _ in part.sparse] for part in traced]
     depends = by_value = dependence(joint.graph, tangents)
     if joint.graph.find_nodes(op="call_function", target=not_before):
         by_value = dependence(joint.graph, tangents, by_value=True)
@@ -112,7 +126,7 @@ def partition(
         raise RefusedError(Refusal("the backward pass writes to an output of the model"))
     _refuse_order(joint.graph, depends)
     drafts = [
-        _draft(joint.graph, part, [next(grads) for _ in part.gradient_places], depends, by_value) for part in traced
+        _draft(joint.graph, *of_part, depends, by_value) for of_part in zip(traced, grads, coordinates, strict=True)
     ]
     early = [node for node in joint.graph.nodes if node not in depends and node.op in ("call_function", "get_attr")]
     saved = [node for node in (*inputs, *early) if any(node in draft.read for draft in drafts)]
@@ -127,6 +141,7 @@ class _Draft:
     Attributes:
         late: its nodes.
         grads: what it returns.
+        coordinates: of its sparse gradients.
         depends: for each of these, and for each of the nodes, the indices among its roots of those that it depends on.
         read: what it takes from elsewhere.
     """
@@ -134,6 +149,7 @@ class _Draft:
     traced: TracedPart
     late: list[fx.Node]
     grads: list[dataflow.Result]
+    coordinates: list[dataflow.Result]
     depends: dict[dataflow.Result, frozenset[int]]
     read: set[fx.Node]
 
@@ -142,6 +158,7 @@ def _draft(
     graph: fx.Graph,
     traced: TracedPart,
     grads: list[dataflow.Result],
+    coordinates: list[dataflow.Result],
     depends: dict[fx.Node, frozenset[int]],
     by_value: dict[fx.Node, frozenset[int]],
 ) -> _Draft:
@@ -152,7 +169,8 @@ def _draft(
         raise RefusedError(Refusal("the backward passes of outputs that have nothing in common are computed together"))
     arguments = {argument for node in late for argument in node.all_input_nodes}
     own = {node: frozenset(places[root] for root in by_value.get(node, ())) for node in of}
-    return _Draft(traced, late, grads, own, {node for node in (*arguments, *of) if node not in depends})
+    read = {node for node in (*arguments, *of, *coordinates) if node is not None and node not in depends}
+    return _Draft(traced, late, grads, coordinates, own, read)
 
 
 def _part(
@@ -175,6 +193,8 @@ def _part(
         backward=_extract(joint, given, draft.late, draft.grads),
         depends=tuple(draft.depends.get(grad, frozenset()) for grad in draft.grads),
         saved_inputs=tuple(index for index, node in enumerate(inputs) if dataflow.storages(node) & memory),
+        sparse=draft.traced.sparse,
+        coordinates=tuple(kept.index(node) for node in draft.coordinates if node is not None),
     )
 
 

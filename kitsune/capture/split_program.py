@@ -25,6 +25,7 @@ from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
 from kitsune.capture.recomputing import recompute
 from kitsune.capture.signature import refuse_arguments
+from kitsune.capture.sparse import PaddingLeftOut, SparseGradient, members
 from kitsune.capture.sums import add_out_of_place
 from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
@@ -107,11 +108,17 @@ def _traced(
     traced: list[TracedPart] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        outputs, roots = run_in_stages(graph, stages, inputs[: len(flat)])
+        with PaddingLeftOut() as tables:
+            outputs, roots = run_in_stages(graph, stages, inputs[: len(flat)])
         _refuse_aliases(results, outputs, inputs[: len(flat)])
         _refuse_nested(roots, sum(differentiable))
-        traced[:] = _go_back(stages, roots, inputs, [tensor.requires_grad for tensor in flat], layouts, autocast)
-        return [*(output.detach() for output in outputs), *(grad for part in traced for grad in part.gradients)]
+        trained = [tensor.requires_grad for tensor in flat]
+        traced[:] = _go_back(stages, roots, inputs, trained, layouts, autocast, tables)
+        return [
+            *(output.detach() for output in outputs),
+            *(grad for part in traced for grad in part.gradients),
+            *(indices for part in traced for indices in part.coordinates),
+        ]
 
     tangents = [layout.empty().zero_() for layout in layouts]
     module = trace(joint, [*map(_no_view, flat), *tangents])
@@ -142,6 +149,7 @@ def _go_back(
     trained: Sequence[bool],
     layouts: Sequence[TensorLayout],
     autocast: torch.dtype | None,
+    tables: PaddingLeftOut,
 ) -> list[TracedPart]:
     """The backward pass, stage by stage; what no later stage gives a gradient to is no root.
 
@@ -149,6 +157,7 @@ def _go_back(
         inputs: the flat ones, then the gradients of all roots.
         trained: for each flat input, whether it gets a gradient.
         layouts: of the gradients of all roots.
+        tables: embeddings that get sparse gradients.
     """
     num_flat = len(trained)
     leaves: list[Any] = [*inputs[:num_flat], *(root.leaf for root in roots)]
@@ -160,20 +169,31 @@ def _go_back(
         places = [place for place, needs in enumerate([*trained, *earlier]) if needs]
         for group, keeps in reversed(_groups(roots, here)):
             heads, weights = [roots[index].tensor for index in group], [inputs[num_flat + index] for index in group]
-            found = gradients(heads, [leaves[place] for place in places], weights, autocast)
+            found = gradients(heads, [leaves[place] for place in places], weights, autocast, may_be_sparse=True)
             grads = {place: grad for place, grad in zip(places, found, strict=True) if grad is not None}
             reached |= {place - num_flat for place in grads if place >= num_flat}
-            parts.append(TracedPart(group, tuple(grads), keeps, _owned(grads, inputs, layouts)))
+            sparse, coordinates = dict[int, SparseGradient](), list[torch.Tensor]()
+            for index, (place, grad) in enumerate(grads.items()):
+                if grad.layout is not torch.strided:
+                    sparse[place] = SparseGradient(index, grad.size(), tables.padding(leaves[place]))
+                    grads[place], indices = members(grad)
+                    coordinates.append(indices)
+            owned = _owned(grads, inputs, layouts, sparse)
+            parts.append(TracedPart(group, tuple(grads), keeps, tuple(sparse.values()), owned, coordinates))
     return parts
 
 
 def _owned(
-    grads: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor], layouts: Sequence[TensorLayout]
+    grads: Mapping[int, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    layouts: Sequence[TensorLayout],
+    sparse: Collection[int],
 ) -> list[torch.Tensor]:
-    """`grads`, by place, in memory of their own, and laid out like what they are of."""
+    """`grads`, by place, in memory of their own, laid out like what they are of; of `sparse` ones the values."""
     num_flat = len(inputs) - len(layouts)
     laid = {place: grad if place < num_flat else layouts[place - num_flat].fit(grad) for place, grad in grads.items()}
-    likes = [inputs[place] if place < num_flat else grad for place, grad in laid.items()]
+    laid |= {place: laid[place].contiguous() for place in sparse}
+    likes = [grad if place in sparse or place >= num_flat else inputs[place] for place, grad in laid.items()]
     return own_gradients(likes, list(laid.values()), inputs)
 
 
@@ -203,12 +223,12 @@ def split_anew(program: SplitProgram, joint: fx.GraphModule) -> SplitProgram:
     _keep_strides(joint.graph, program.joint.graph)
     for part in program.parts:
         _copy_further_inputs(joint.graph, num_inputs, part.saved_inputs, part.roots)
-    traced = [TracedPart(part.roots, part.gradient_places, part.keeps) for part in program.parts]
+    traced = [TracedPart(part.roots, part.gradient_places, part.keeps, part.sparse) for part in program.parts]
     forward, parts = partition(joint, num_inputs, num_outputs, traced)
     if dataflow.written_inputs(forward.graph).keys() != dataflow.written_inputs(program.forward.graph).keys():
         raise RefusedError(Refusal("a buffer would be written by the backward pass"))
     parts = tuple(
-        replace(before, saved=part.saved, backward=part.backward)
+        replace(before, saved=part.saved, backward=part.backward, coordinates=part.coordinates)
         for before, part in zip(program.parts, parts, strict=True)
     )
     return replace(program, joint=joint, forward=forward, parts=parts, is_rewritten=True)

@@ -15,14 +15,10 @@ from kitsune.capture.fills import FILLS
 from kitsune.capture.host_constants import fold
 from kitsune.capture.recomputing import BACKWARD
 from kitsune.capture.sole import sole_capture
+from kitsune.capture.sparse import refuse_sparse, take_apart
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
 from kitsune.graph.verify import innermost_line, refuse_graph
-
-_DENSE = (
-    "use embeddings with sparse=False (and Adam, not SparseAdam), or name the parts of the model without them: "
-    "KitsuneOptimizer(..., model=)"
-)
 
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
 
@@ -48,6 +44,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
         # Fake tensors stand for the user's values, so any operator may object in its own way.
         raise RefusedError(_refusal(error)) from error
     fold(module)
+    take_apart(module.graph)
     refusal = refuse_graph(module.graph)
     if refusal is not None:
         raise RefusedError(refusal)
@@ -75,20 +72,22 @@ def gradients(
     inputs: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
     autocast: torch.dtype | None = None,
+    *,
+    may_be_sparse: bool = False,
 ) -> list[torch.Tensor | None]:
     """Gradients of `outputs` weighted by `tangents`; None for inputs that they do not depend on.
 
     As in a backward pass inside of `autocast`; outside of it for None. To be called while tracing.
+
+    Raises:
+        RefusedError: one is sparse, unless it `may_be_sparse`.
     """
     within = torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None)
     with within, fx.traceback.annotate(BACKWARD):
         grads: list[torch.Tensor | None] = list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))
     sparse = [grad for grad in grads if grad is not None and grad.layout is not torch.strided]
-    if sparse:
-        reason = (
-            f"a gradient of shape {tuple(sparse[0].shape)} is sparse, and calls that give such ones are not captured"
-        )
-        raise RefusedError(Refusal(reason, remedy=_DENSE))
+    if sparse and not may_be_sparse:
+        raise refuse_sparse(sparse[0], "and steps that give such ones are not captured")
     return grads
 
 

@@ -84,7 +84,12 @@ class BackwardGraph:
                 if not have_moved and case.may_record and missing not in self._wanted:
                     self._wanted.append(missing)
             grads = case.in_order(inputs)
-        return [None if grad is None else grad.detach() for grad in self.part.spread(missing, grads)]
+        found = [None if grad is None else grad.detach() for grad in self.part.spread(missing, grads)]
+        for sparse, place in zip(self.part.sparse, self.part.coordinates, strict=True):
+            values = found[sparse.place]
+            if values is not None:
+                found[sparse.place] = sparse.made(values, saved[place])
+        return found
 
     @property
     def has_new_cases(self) -> bool:

@@ -92,7 +92,7 @@ class CallComparison:
             grads = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
         named: Iterable[tuple[str, Tensor | None]] = zip(wanted, grads, strict=True)
         given = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
-        return {**given, **{f"{name}.grad": grad for name, grad in named if grad is not None}}
+        return {**given, **{f"{name}.grad": grad.to_dense() for name, grad in named if grad is not None}}
 
 
 def _made_since(first: int, output: Any) -> list[Tensor]:
@@ -174,7 +174,7 @@ def iteration_differences(
     def results(returned: Any) -> Results:
         given = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
         of_grads = {f"{name}.grad": tensor.grad for name, tensor in leaves.items()}
-        present = {name: grad for name, grad in of_grads.items() if grad is not None}
+        present = {name: grad.to_dense() for name, grad in of_grads.items() if grad is not None}
         return {**{f"result {index}": one for index, one in enumerate(given)}, **present}
 
     def run(call: Callable[[], Any]) -> Results:

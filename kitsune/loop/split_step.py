@@ -441,6 +441,9 @@ class SplitStep(GuardedStep):
         trained = [flat[place] for place in program.parts[0].gradient_places]
         if not all(id(tensor) in known and tensor.is_leaf for tensor in trained):
             return None
+        if program.parts[0].sparse:
+            self._log.do_without(Refusal("losses are not deferred: a gradient is sparse"))
+            return None
         return TailStep(
             program,
             forward,

@@ -320,9 +320,9 @@ def test_sparse_gradients(form: str) -> None:
         (_, y), _ = batch(index)
         return (y, y), {}
 
-    training = compare(form, build, batches=batches, replays=0, rtol=1e-6, atol=1e-7)
-    assert "a gradient of shape (5, 4) is sparse" in training.status().reason
-    assert "sparse=False" in training.status().reason
+    training = compare(form, build, batches=batches, replays=0 if form == "train_step" else None)
+    assert any("a gradient of shape (5, 4) is sparse" in refusal for refusal in training.status().refusals)
+    assert ("sparse=False" in training.status().reason) == (form == "train_step")
 
 
 @pytest.mark.support("Optimizers", "sparse gradients, with the other modules as model=", "replayed, but for the update")

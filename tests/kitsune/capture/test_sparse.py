@@ -1,0 +1,191 @@
+"""Sparse gradients of embeddings: what a replayed call leaves is, to the bit, what autograd leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kitsune
+from tests.kitsune import static_memory
+
+STEPS = 8
+ROWS, PADDING = 20, 3
+
+
+class Text(nn.Module):
+    """Looks words up in one way or another, and classifies them."""
+
+    def __init__(self, look_up: Callable[[Text, Tensor], Tensor], padding: int | None = None) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(ROWS, 6, padding, sparse=True), nn.EmbeddingBag(ROWS, 6, sparse=True)
+        self.head = nn.Linear(6, 4)
+        self._look_up = look_up
+
+    def forward(self, words: Tensor) -> Tensor:
+        found = self._look_up(self, words)
+        return self.head(found.mean(1) if found.dim() == 3 else found)
+
+
+def plainly(model: Text, words: Tensor) -> Tensor:
+    return model.table(words)
+
+
+def batches(steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of words with padding among them, of padding alone in one batch."""
+    generator = torch.Generator().manual_seed(1)
+    for index in range(steps):
+        words = torch.randint(ROWS, (5, 7), generator=generator)
+        words[:, index % 7] = PADDING
+        yield (torch.full_like(words, PADDING) if index == 5 else words), torch.randint(4, (5,), generator=generator)
+
+
+def train(
+    build: Callable[[], Text], wrap: Callable[..., Any] | None, *, num_backward: int = 1, kept: bool = False
+) -> tuple[list[Tensor], Text, Any]:
+    """The losses, gradients and weights of a loop of updates by SparseAdam and Adam; `kept` ones are kept for good."""
+    torch.manual_seed(0)
+    model = build()
+    tables = [model.table.weight, model.bag.weight]
+    others = [param for param in model.parameters() if all(param is not table for table in tables)]
+    optimizers: list[Any] = [torch.optim.SparseAdam(tables, lr=0.1), torch.optim.Adam(others, lr=0.1)]
+    if wrap is not None:
+        optimizers[0] = wrap(optimizers[0])
+    seen, grads = list[Tensor](), list[Tensor]()
+    for words, labels in batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(num_backward):
+            loss = functional.cross_entropy(model(words), labels)
+            loss.backward()
+        seen.append(loss.detach())
+        for param in model.parameters():
+            if param.grad is not None:
+                (grads if kept else seen).append(param.grad if kept else param.grad.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+    return [*seen, *grads, *model.parameters()], model, optimizers[0]
+
+
+def parts(tensor: Tensor) -> list[Any]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values(), torch.tensor(tensor.size()), torch.tensor(tensor.is_coalesced())]
+    return [tensor]
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor], *, atol: float = 0.0) -> None:
+    assert [one.layout for one in found] == [one.layout for one in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        for part, expected in zip(parts(one), parts(other), strict=True):
+            torch.testing.assert_close(part, expected, rtol=0.0, atol=atol)
+
+
+@pytest.fixture(params=["in order", "static memory"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of replays on a CPU: new, or the same each time."""
+    if request.param == "static memory":
+        static_memory.install(monkeypatch)
+
+
+LOOKUPS: dict[str, Callable[[], Text]] = {
+    "without padding": lambda: Text(plainly),
+    "padding": lambda: Text(plainly, PADDING),
+    "padding counted from the end": lambda: Text(plainly, PADDING - ROWS),
+    "int32": lambda: Text(lambda model, words: model.table(words.int()), PADDING),
+    "what is looked up is computed": lambda: Text(lambda model, words: model.table((words + 1) % ROWS), PADDING),
+    "one word": lambda: Text(lambda model, words: model.table(words[0])[:5], PADDING),
+    "expanded gradients": lambda: Text(lambda model, words: model.table(words).sum(1, keepdim=True).expand(-1, 3, -1)),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": 2}, {"defer_loss": True}], ids=str)
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup(name: str, options: dict[str, Any], memory: None) -> None:
+    wanted, _, _ = train(LOOKUPS[name], None)
+    found, _, optimizer = train(LOOKUPS[name], lambda one: kitsune.KitsuneOptimizer(one, mode="replay", **options))
+    assert_same(found, wanted)
+    status = optimizer.status()
+    assert status.replays == STEPS - 2
+    assert status.covered == ("forward", "backward")
+    assert any("sparse, so the update runs eagerly" in refusal for refusal in status.refusals)
+    assert any("not deferred: a gradient is sparse" in refusal for refusal in status.refusals) == bool(
+        options.get("defer_loss")
+    )
+
+
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize(("num_backward", "kept"), [(3, False), (1, True), (2, True)])
+def test_gradients_that_are_added_up_or_kept(num_backward: int, kept: bool, padding: int | None, memory: None) -> None:
+    """None of them is overwritten by a later replay."""
+
+    def build() -> Text:
+        return Text(plainly, padding)
+
+    wanted, _, _ = train(build, None, num_backward=num_backward, kept=kept)
+    found, _, optimizer = train(
+        build, lambda one: kitsune.KitsuneOptimizer(one, mode="replay"), num_backward=num_backward, kept=kept
+    )
+    assert_same(found, wanted)
+    assert optimizer.status().covered == ("forward", "backward")
+
+
+def test_a_call_that_is_fused() -> None:
+    wanted, _, _ = train(LOOKUPS["padding"], None)
+    found, _, optimizer = train(
+        LOOKUPS["padding"], lambda one: kitsune.KitsuneOptimizer(one, mode="replay", compile=True)
+    )
+    assert_same(found, wanted, atol=1e-5)
+    assert optimizer.status().covered == ("forward", "backward")
+
+
+REFUSED: dict[str, tuple[Callable[[Text, Tensor], Tensor], str]] = {
+    "twice": (lambda model, words: model.table(words) + model.table(words + 0), "is what aten.add.Tensor gives"),
+    "of several paddings": (
+        lambda model, words: model.table(words) + functional.embedding(words, model.table.weight, 4, sparse=True),
+        "with several paddings",
+    ),
+    "of a copy": (
+        lambda model, words: functional.embedding(words, model.table.weight.clone(), PADDING, sparse=True),
+        "not by nn.Embedding of the parameter itself",
+    ),
+    "without nn.functional": (
+        lambda model, words: torch.embedding(model.table.weight, words, -1, False, True),
+        "not by nn.Embedding of the parameter itself",
+    ),
+    "bag": (lambda model, words: model.bag(words), "not by nn.Embedding of the parameter itself"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused(name: str) -> None:
+    look_up, reason = REFUSED[name]
+    wanted, _, _ = train(lambda: Text(look_up, PADDING), None)
+    found, _, optimizer = train(
+        lambda: Text(look_up, PADDING), lambda one: kitsune.KitsuneOptimizer(one, mode="replay")
+    )
+    assert_same(found, wanted)
+    status = optimizer.status()
+    assert status.replays == 0
+    assert reason in status.reason
+    assert "sparse=False" in status.reason
+
+
+def test_a_backward_pass_that_is_differentiated_leaves_padding_out_too() -> None:
+    model, other = Text(plainly, PADDING), Text(plainly, PADDING)
+    other.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay")
+    for index, (words, labels) in enumerate(batches(5)):
+        for one, its in ((model, optimizer), (other, plain)):
+            its.zero_grad()
+            functional.cross_entropy(one(words), labels).backward(create_graph=index == 4)
+            grad = one.table.weight.grad
+            assert grad is not None
+            assert PADDING not in grad._indices()
+            its.step()
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert optimizer.status().replays == 3
