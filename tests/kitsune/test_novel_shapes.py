@@ -15,27 +15,20 @@ from torch.nn import functional
 import kitsune
 from kitsune.config import Mode
 
+pytestmark = pytest.mark.usefixtures("nobody_else_looks")
+
 OWN = str(Path(kitsune.__file__).parent)
 MOST_CALLS = {"auto": 60, "replay": 100, "eager": 40}
 """Functions of Kitsune's, in an iteration whose shapes are new; each takes about half a microsecond."""
 
 
 def num_own_calls(iteration: Callable[[], None]) -> int:
-    """How many functions of Kitsune's, written in Python, are called in an iteration.
-
-    Without those by which optimizers of other tests still look for their models, in all calls of modules.
-    """
+    """How many functions of Kitsune's, written in Python, are called in an iteration."""
     count = 0
-    looking: FrameType | None = None
 
     def note(frame: FrameType, event: str, _argument: object) -> None:
-        nonlocal count, looking
-        if looking is None and event == "call":
-            is_looking = frame.f_code.co_filename.endswith("global_hooks.py")
-            looking = frame if is_looking else None
-            count += frame.f_code.co_filename.startswith(OWN) and not is_looking
-        elif looking is frame and event == "return":
-            looking = None
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(OWN)
 
     sys.setprofile(note)
     try:

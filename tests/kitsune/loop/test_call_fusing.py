@@ -72,6 +72,28 @@ def test_a_loop_is_fused(device: str) -> None:
     assert status.not_in_effect == ()
 
 
+class Words(nn.Module):
+    """Looks up what numbers are rounded to, for which the table gets a sparse gradient; 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net = nn.Embedding(7, 4, 0, sparse=True), Net(batch_norm=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.table(x.round().int().clamp(-3, 3) + 3).mean(1))
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+def test_sparse_gradients(device: str) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Words().to(device)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    status = train(device, make, replays=STEPS // 2).status()
+    assert status.fused
+    assert status.covered == ("forward", "backward")
+
+
 @pytest.mark.usefixtures("replay_is_faster")
 @pytest.mark.parametrize("options", [{"enable_fusion": False}, {"mode": "replay"}])
 def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
