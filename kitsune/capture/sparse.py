@@ -3,7 +3,8 @@
 Graphs know dense tensors alone. A backward pass returns the values of such a gradient; its coordinates are what the
 embedding was given, and a tensor of both is made outside of the graph, as torch's `embedding_sparse_backward` does it.
 How many there are without those of padding depends on data: all are computed, and then those are left out.
-Values and coordinates of tensors that are not coalesced have no public names.
+Values and coordinates of tensors that are not coalesced have no public names, and the public constructor warns that it
+checks nothing, where autograd, which makes them by the other one, does not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from kitsune.errors import Refusal, RefusedError
 
 _make = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+_make_unsafe = torch.ops.aten._sparse_coo_tensor_unsafe.default
 _SIGNATURE = inspect.signature(functional.embedding)
 _MEMBERS: Mapping[object, int] = {torch.ops.aten._indices.default: 3, torch.ops.aten._values.default: 4}
 _DENSE = (
@@ -48,7 +50,8 @@ class SparseGradient(NamedTuple):
         else:
             is_kept = coordinates[0] != self.padding
             coordinates, values = coordinates[:, is_kept], values[is_kept]
-        return torch.sparse_coo_tensor(coordinates, values, self.size, check_invariants=False)
+        gradient: torch.Tensor = _make_unsafe(coordinates, values, self.size)
+        return gradient
 
 
 class PaddingLeftOut(TorchFunctionMode):

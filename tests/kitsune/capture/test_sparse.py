@@ -100,6 +100,7 @@ LOOKUPS: dict[str, Callable[[], Text]] = {
 }
 
 
+@pytest.mark.filterwarnings("error:.*[Ss]parse")
 @pytest.mark.parametrize("options", [{}, {"verify": 2}, {"defer_loss": True}], ids=str)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookup(name: str, options: dict[str, Any], place: str) -> None:
