@@ -33,8 +33,8 @@ class BackwardPart:
         saved: the indices of the forward program's saved values that it reads.
         backward: takes those, then a gradient for each of the roots; returns the gradients of `gradient_places`.
         depends: for each of these, the indices among `roots` of those that it depends on.
-        saved_inputs: positions of the flat inputs that saved values are, or are views of: as in eager, no edit may come
-            between the call and its backward pass.
+        saved_inputs: positions of the flat inputs that saved values are, or are views of, and of those that were looked
+            up for sparse gradients: as in eager, no edit may come between the call and its backward pass.
         sparse: gradients of which `backward` returns the values alone.
         coordinates: for each of these, where its coordinates are among the saved values that the part reads.
     """
@@ -118,7 +118,7 @@ def partition(
     results = dataflow.outputs(joint.graph)
     outputs, others = results[:num_outputs], iter(results[num_outputs:])
     grads = [[next(others) for _ in part.gradient_places] for part in traced]
-    coordinates = [[next(others) for _ in part.sparse] for part in traced]
+    coordinates = [[node for _ in part.sparse if (node := next(others)) is not None] for part in traced]
     depends = by_value = dependence(joint.graph, tangents)
     if joint.graph.find_nodes(op="call_function", target=not_before):
         by_value = dependence(joint.graph, tangents, by_value=True)
@@ -149,7 +149,7 @@ class _Draft:
     traced: TracedPart
     late: list[fx.Node]
     grads: list[dataflow.Result]
-    coordinates: list[dataflow.Result]
+    coordinates: list[fx.Node]
     depends: dict[dataflow.Result, frozenset[int]]
     read: set[fx.Node]
 
@@ -158,7 +158,7 @@ def _draft(
     graph: fx.Graph,
     traced: TracedPart,
     grads: list[dataflow.Result],
-    coordinates: list[dataflow.Result],
+    coordinates: list[fx.Node],
     depends: dict[fx.Node, frozenset[int]],
     by_value: dict[fx.Node, frozenset[int]],
 ) -> _Draft:
@@ -169,7 +169,7 @@ def _draft(
         raise RefusedError(Refusal("the backward passes of outputs that have nothing in common are computed together"))
     arguments = {argument for node in late for argument in node.all_input_nodes}
     own = {node: frozenset(places[root] for root in by_value.get(node, ())) for node in of}
-    read = {node for node in (*arguments, *of, *coordinates) if node is not None and node not in depends}
+    read = {node for node in (*arguments, *of, *coordinates) if node not in depends}
     return _Draft(traced, late, grads, coordinates, own, read)
 
 
@@ -184,6 +184,7 @@ def _part(
         node.meta[_TANGENTS] = draft.depends[node]
     kept = [node for node in saved if node in draft.read]
     memory = {storage for node in kept for storage in dataflow.storages(node)}
+    words = {place for sparse in draft.traced.sparse for place in sparse.words}
     given = [*kept, *(tangents[root] for root in draft.traced.roots)]
     return BackwardPart(
         roots=draft.traced.roots,
@@ -192,9 +193,11 @@ def _part(
         saved=tuple(index for index, node in enumerate(saved) if node in draft.read),
         backward=_extract(joint, given, draft.late, draft.grads),
         depends=tuple(draft.depends.get(grad, frozenset()) for grad in draft.grads),
-        saved_inputs=tuple(index for index, node in enumerate(inputs) if dataflow.storages(node) & memory),
+        saved_inputs=tuple(
+            index for index, node in enumerate(inputs) if index in words or dataflow.storages(node) & memory
+        ),
         sparse=draft.traced.sparse,
-        coordinates=tuple(kept.index(node) for node in draft.coordinates if node is not None),
+        coordinates=tuple(map(kept.index, draft.coordinates)),
     )
 
 

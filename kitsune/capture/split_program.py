@@ -25,7 +25,7 @@ from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
 from kitsune.capture.recomputing import recompute
 from kitsune.capture.signature import refuse_arguments
-from kitsune.capture.sparse import PaddingLeftOut, SparseGradient, members
+from kitsune.capture.sparse import LookingUp, SparseGradient, looked_up, members
 from kitsune.capture.sums import add_out_of_place
 from kitsune.capture.trace import gradients, own_gradients, same_layout, trace
 from kitsune.errors import Refusal, RefusedError
@@ -46,7 +46,7 @@ class SplitProgram:
 
     Attributes:
         joint: all as one graph: takes the flat tensors of the call, then a gradient for each root; returns the outputs,
-            then the gradients that each of the `parts` returns.
+            then the gradients that each of the `parts` returns, then the coordinates of the sparse ones among these.
         forward: takes the flat tensors of the call; returns its outputs, then the saved values.
         parts: of the backward pass, in its order: what one of them gives gradients to comes later.
         differentiable: for each output, whether it has a gradient. Those that have one are the first roots.
@@ -108,12 +108,12 @@ def _traced(
     traced: list[TracedPart] = []
 
     def joint(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        with PaddingLeftOut() as tables:
+        with LookingUp():
             outputs, roots = run_in_stages(graph, stages, inputs[: len(flat)])
         _refuse_aliases(results, outputs, inputs[: len(flat)])
         _refuse_nested(roots, sum(differentiable))
         trained = [tensor.requires_grad for tensor in flat]
-        traced[:] = _go_back(stages, roots, inputs, trained, layouts, autocast, tables)
+        traced[:] = _go_back(stages, roots, inputs, trained, layouts, autocast)
         return [
             *(output.detach() for output in outputs),
             *(grad for part in traced for grad in part.gradients),
@@ -122,6 +122,7 @@ def _traced(
 
     tangents = [layout.empty().zero_() for layout in layouts]
     module = trace(joint, [*map(_no_view, flat), *tangents])
+    traced = _with_lookups(module.graph, traced, len(flat))
     look_for_random_state(module)
     recompute(module, dataflow.placeholders(module.graph)[len(flat) :], graph.graph)
     lay_out_as_foreseen(module, [*flat, *tangents])
@@ -149,7 +150,6 @@ def _go_back(
     trained: Sequence[bool],
     layouts: Sequence[TensorLayout],
     autocast: torch.dtype | None,
-    tables: PaddingLeftOut,
 ) -> list[TracedPart]:
     """The backward pass, stage by stage; what no later stage gives a gradient to is no root.
 
@@ -157,7 +157,6 @@ def _go_back(
         inputs: the flat ones, then the gradients of all roots.
         trained: for each flat input, whether it gets a gradient.
         layouts: of the gradients of all roots.
-        tables: embeddings that get sparse gradients.
     """
     num_flat = len(trained)
     leaves: list[Any] = [*inputs[:num_flat], *(root.leaf for root in roots)]
@@ -175,12 +174,30 @@ def _go_back(
             sparse, coordinates = dict[int, SparseGradient](), list[torch.Tensor]()
             for index, (place, grad) in enumerate(grads.items()):
                 if grad.layout is not torch.strided:
-                    sparse[place] = SparseGradient(index, grad.size(), tables.padding(leaves[place]))
+                    sparse[place] = SparseGradient(index, grad.size())
                     grads[place], indices = members(grad)
                     coordinates.append(indices)
             owned = _owned(grads, inputs, layouts, sparse)
             parts.append(TracedPart(group, tuple(grads), keeps, tuple(sparse.values()), owned, coordinates))
     return parts
+
+
+def _with_lookups(graph: fx.Graph, traced: Sequence[TracedPart], num_flat: int) -> list[TracedPart]:
+    """`traced`, with what `graph` shows of the embeddings that sparse gradients belong to."""
+    inputs, results = dataflow.placeholders(graph)[:num_flat], dataflow.outputs(graph)
+    coordinates = iter(results[len(results) - sum(len(part.sparse) for part in traced) :])
+    found = []
+    for part in traced:
+        sparse = []
+        for one in part.sparse:
+            node = next(coordinates)
+            assert node is not None
+            words, has_padding = looked_up(node)
+            memory = dataflow.storages(words)
+            places = tuple(place for place, node in enumerate(inputs) if dataflow.storages(node) & memory)
+            sparse.append(one._replace(has_padding=has_padding, words=places))
+        found.append(replace(part, sparse=tuple(sparse)))
+    return found
 
 
 def _owned(

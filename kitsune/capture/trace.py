@@ -44,7 +44,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
         # Fake tensors stand for the user's values, so any operator may object in its own way.
         raise RefusedError(_refusal(error)) from error
     fold(module)
-    take_apart(module.graph)
+    take_apart(module)
     refusal = refuse_graph(module.graph)
     if refusal is not None:
         raise RefusedError(refusal)

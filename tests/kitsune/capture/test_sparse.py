@@ -34,6 +34,13 @@ def plainly(model: Text, words: Tensor) -> Tensor:
     return model.table(words)
 
 
+def beside(model: Text, words: Tensor) -> Tensor:
+    """Of two lookups the one that gives a gradient has no padding."""
+    with torch.no_grad():
+        other = functional.embedding(words, model.table.weight, PADDING, sparse=True)
+    return other + functional.embedding(words, model.table.weight.clone(), sparse=True)
+
+
 def batches(place: str, steps: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
     """Of words with padding among them, of padding alone in one batch."""
     generator = torch.Generator().manual_seed(1)
@@ -95,7 +102,24 @@ LOOKUPS: dict[str, Callable[[], Text]] = {
     "padding counted from the end": lambda: Text(plainly, PADDING - ROWS),
     "int32": lambda: Text(lambda model, words: model.table(words.int()), PADDING),
     "what is looked up is computed": lambda: Text(lambda model, words: model.table((words + 1) % ROWS), PADDING),
-    "one word": lambda: Text(lambda model, words: model.table(words[0])[:5], PADDING),
+    "one text": lambda: Text(lambda model, words: model.table(words[0])[:5], PADDING),
+    "one word": lambda: Text(lambda model, words: model.table(words[0, 0]).expand(5, -1)),
+    "one word, of a copy": lambda: Text(
+        lambda model, words: functional.embedding(
+            words[:1, :1], model.table.weight.clone(), PADDING, sparse=True
+        ).expand(5, -1, -1)
+    ),
+    "not contiguous": lambda: Text(lambda model, words: model.table(words.t()).transpose(0, 1), PADDING),
+    "without nn.functional": lambda: Text(
+        lambda model, words: torch.embedding(model.table.weight, words, -1, False, True)
+    ),
+    "beside one without gradients": lambda: Text(beside),
+    "beside one that is detached": lambda: Text(
+        lambda model, words: (
+            model.table(words) + functional.embedding(words, model.table.weight, 4, sparse=True).detach()
+        ),
+        PADDING,
+    ),
     "expanded gradients": lambda: Text(lambda model, words: model.table(words).sum(1, keepdim=True).expand(-1, 3, -1)),
 }
 
@@ -140,19 +164,19 @@ def test_gradients_that_are_added_up_or_kept(num_backward: int, kept: bool, padd
 
 REFUSED: dict[str, tuple[Callable[[Text, Tensor], Tensor], str]] = {
     "twice": (lambda model, words: model.table(words) + model.table(words + 0), "is what aten.add.Tensor gives"),
-    "of several paddings": (
+    "twice, with several paddings": (
         lambda model, words: model.table(words) + functional.embedding(words, model.table.weight, 4, sparse=True),
-        "with several paddings",
+        "is what aten.add.Tensor gives",
     ),
-    "of a copy": (
-        lambda model, words: functional.embedding(words, model.table.weight.clone(), PADDING, sparse=True),
-        "not by nn.Embedding of the parameter itself",
+    "scaled": (
+        lambda model, words: functional.embedding(words, model.table.weight * 2, sparse=True),
+        "is what aten.mul.Tensor gives",
     ),
-    "without nn.functional": (
-        lambda model, words: torch.embedding(model.table.weight, words, -1, False, True),
-        "not by nn.Embedding of the parameter itself",
+    "padding without nn.functional": (
+        lambda model, words: torch.embedding(model.table.weight, words, PADDING, False, True),
+        "depends on the values",
     ),
-    "bag": (lambda model, words: model.bag(words), "not by nn.Embedding of the parameter itself"),
+    "bag": (lambda model, words: model.bag(words), "is what aten._embedding_bag_backward.default gives"),
 }
 
 
@@ -167,7 +191,7 @@ def test_others_are_refused(name: str) -> None:
     status = optimizer.status()
     assert status.replays == 0
     assert reason in status.reason
-    assert "sparse=False" in status.reason
+    assert ("sparse=False" in status.reason) == ("depends" not in reason)
 
 
 def test_a_backward_pass_that_is_differentiated_leaves_padding_out_too() -> None:
@@ -185,3 +209,87 @@ def test_a_backward_pass_that_is_differentiated_leaves_padding_out_too() -> None
             its.step()
         assert all(map(torch.equal, model.parameters(), other.parameters()))
     assert optimizer.status().replays == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        torch.tensor([[3, 5], [1, 3]]),
+        torch.tensor([[3, 5], [1, 3]], dtype=torch.int32),
+        torch.tensor([[3, 5], [1, 3]]).t(),
+    ],
+    ids=["int64", "int32", "not contiguous"],
+)
+@pytest.mark.parametrize("padding", [None, PADDING])
+def test_words_that_are_edited_before_the_backward_pass(words: Tensor, padding: int | None) -> None:
+    """Which autograd keeps, and replays have copies of."""
+    model = Text(plainly, padding)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay")
+    for index in range(5):
+        optimizer.zero_grad()
+        loss = model(words).sum()
+        if index in (0, 4):
+            words[0, 0] = 2
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    assert optimizer.status().replays >= 2
+
+
+class Pairs(nn.Module):
+    """Two outputs, each of a lookup in the same table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.heads = (
+            nn.Embedding(ROWS, 6, PADDING, sparse=True),
+            nn.ModuleList([nn.Linear(6, 4) for _ in "12"]),
+        )
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.heads
+        return first(self.table(words).mean(1)), second(self.table(words + 0).mean(1))
+
+
+def test_outputs_that_have_a_lookup_each(place: str) -> None:
+    """Of which one has a loss in some steps, the other one in others, and both in the rest."""
+    torch.manual_seed(0)
+    model, other = Pairs().to(place), Pairs().to(place)
+    other.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay")
+    for index, (words, labels) in enumerate(batches(place, 12)):
+        for one, its in ((model, optimizer), (other, plain)):
+            its.zero_grad()
+            losses = [functional.cross_entropy(output, labels) for output in one(words)]
+            torch.stack([losses[:1], losses[1:], losses][index % 3]).sum().backward()
+            its.step()
+        assert_same([model.table.weight.grad], [other.table.weight.grad])
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert optimizer.status().replays == 10
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 6, PADDING, sparse=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return functional.linear(self.table(words).mean(1), self.table.weight)
+
+
+def test_a_sum_of_a_sparse_and_a_dense_gradient_is_refused() -> None:
+    torch.manual_seed(0)
+    model, other = Tied(), Tied()
+    other.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay")
+    for words, labels in batches("cpu", 5):
+        for one, its in ((model, optimizer), (other, plain)):
+            its.zero_grad()
+            functional.cross_entropy(one(words), labels).backward()
+            its.step()
+        assert torch.equal(model.table.weight, other.table.weight)
+    assert "is sparse, and is given to aten.add.Tensor" in optimizer.status().reason
