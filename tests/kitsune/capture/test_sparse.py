@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
+from kitsune.capture.sparse import SparseGradient
 
 STEPS = 8
 ROWS, PADDING = 20, 3
@@ -236,6 +237,33 @@ def test_words_that_are_edited_before_the_backward_pass(words: Tensor, padding: 
             loss.backward()
         optimizer.step()
     assert optimizer.status().replays >= 2
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_replay_is_verified_with_its_sparse_gradients(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Text(plainly, PADDING)
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay")
+
+    def iteration(words: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(words), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    *earlier, last = batches("cpu", 5)
+    for words, labels in earlier:
+        iteration(words, labels)
+    if is_wrong:
+        made = SparseGradient.made
+        monkeypatch.setattr(SparseGradient, "made", lambda self, values, saved: made(self, values * 2, saved))
+    before = [param.detach().clone() for param in model.parameters()]
+    found = kitsune.verify(iteration, *last, optimizer=optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert found.replayed
+    assert found.agrees is not is_wrong
+    assert any("table.weight" in one.name for one in found.differences) is is_wrong
 
 
 class Pairs(nn.Module):
