@@ -295,7 +295,8 @@ def test_outputs_that_have_a_lookup_each(place: str) -> None:
             torch.stack([losses[:1], losses[1:], losses][index % 3]).sum().backward()
             its.step()
         assert_same([model.table.weight.grad], [other.table.weight.grad])
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
+        torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+        other.load_state_dict(model.state_dict())  # on a GPU sparse gradients are added in any order
     assert optimizer.status().replays == 10
 
 
