@@ -66,8 +66,11 @@ class LookingUp(TorchFunctionMode):
         if function is functional.embedding:
             bound = _SIGNATURE.bind(*args, **kwargs or {})
             bound.apply_defaults()
-            words, table, padding, *others = bound.args
-            if padding is not None and others == [None, 2.0, False, True]:  # no norm, not scaled, sparse
+            words, table, padding, max_norm, norm_type, is_scaled, is_sparse = bound.args
+            if padding is not None and is_sparse and not is_scaled:
+                if max_norm is not None:
+                    with torch.no_grad():
+                        functional.embedding(words, table, None, max_norm, norm_type)  # for what it does to the table
                 return _Lookup.apply(table, words, padding % table.size(0))  # type: ignore[no-untyped-call]
         return function(*args, **kwargs or {})
 

@@ -103,6 +103,12 @@ LOOKUPS: dict[str, Callable[[], Text]] = {
     "padding counted from the end": lambda: Text(plainly, PADDING - ROWS),
     "int32": lambda: Text(lambda model, words: model.table(words.int()), PADDING),
     "what is looked up is computed": lambda: Text(lambda model, words: model.table((words + 1) % ROWS), PADDING),
+    "norms are bounded": lambda: Text(
+        lambda model, words: functional.embedding(words, model.table.weight, PADDING, 1.5, sparse=True), PADDING
+    ),
+    "norms are bounded, without padding": lambda: Text(
+        lambda model, words: functional.embedding(words, model.table.weight, None, 1.5, 1.0, sparse=True)
+    ),
     "one text": lambda: Text(lambda model, words: model.table(words[0])[:5], PADDING),
     "one word": lambda: Text(lambda model, words: model.table(words[0, 0]).expand(5, -1)),
     "one word, of a copy": lambda: Text(
