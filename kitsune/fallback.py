@@ -161,7 +161,7 @@ class Chooser:
         if self.refusal is not None:
             return "eager", str(self.refusal)
         if not self.settled and not self._auto:
-            return "eager", "the first step of each signature runs eagerly"
+            return "eager", "the latest step was the first of its signature, which runs eagerly"
         if not self.settled:
             return "measuring", "steps of this signature are being timed, eagerly and replayed"
         if not self._auto:

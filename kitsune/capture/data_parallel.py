@@ -21,6 +21,7 @@ from kitsune.kernels.casts import is_dense
 from kitsune.kernels.pack_bucket import Ready, pack_bucket
 from kitsune.native.facts import Fact, attribute, result
 
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)  # which may be `sparse`; the reducer asks them, too
 _GONE = Refusal("the DistributedDataParallel is gone")
 _HOOKED = Refusal("the DistributedDataParallel has a communication hook, which its reducer calls")
 
@@ -188,9 +189,11 @@ class Reduction:
         if self._buckets is None and wrapper._has_rebuilt_buckets:
             if "comm_hook" in wrapper._get_ddp_logging_data():  # one of torch's own
                 return _HOOKED
+            if any(isinstance(part, _EMBEDDINGS) and part.sparse for part in wrapper.module.modules()):
+                return Refusal("the buckets of the DistributedDataParallel are left to it: gradients are sparse")
             try:
                 self._buckets = Buckets(wrapper)
-            except (ValueError, RuntimeError) as error:  # gradients are sparse, or there is too little memory
+            except (ValueError, RuntimeError) as error:  # there is too little memory, say
                 return Refusal(f"the buckets of the DistributedDataParallel are left to it: {first_line(error)}")
         return None
 

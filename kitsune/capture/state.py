@@ -156,6 +156,9 @@ class Binding:
         self._watched = self._watch()
         self._latest_state: list[tuple[Any, ...]] | None = None
         self._state_tensors = [tensor for _, tensors in self._watched for _, tensor in tensors]
+        for tensor in self._state_tensors:
+            if tensor.layout is not torch.strided:
+                raise RefusedError(Refusal(f"state of the optimizer of shape {tuple(tensor.shape)} is sparse"))
         self._addresses = [tensor.data_ptr() for tensor in self._state_tensors]
         unseen = {id(param) for group in self._groups() if group.get("fused") for param in group["params"]}
         versioned = [param for param in self.params if id(param) not in unseen]  # torch's fused updates count none
@@ -292,7 +295,13 @@ class Binding:
         )
 
     def _refuse_fused(self) -> Refusal | None:
-        refusals = (self._rule.refuse_fused(param.dtype, param.device) for param in self.params)
+        taken = set(map(id, self.params))
+        refusals = (
+            self._rule.refuse_fused(param.dtype, param.device, group)
+            for group in self._optimizer.param_groups
+            for param in group["params"]
+            if id(param) in taken
+        )
         return next((refusal for refusal in refusals if refusal is not None), None)
 
     def _is_uniform(self) -> bool:

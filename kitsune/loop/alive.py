@@ -118,9 +118,11 @@ def _has_version(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be copied, compared, and put off a little, each in a place of its own."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+    """Whether the numbers of a tensor can be copied and compared, each in a place of its own."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
+    if tensor.layout is not torch.strided:
+        return tensor.layout is torch.sparse_coo
     if tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize < 2):
         return False
     return all(stride != 0 or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from kitsune.capture.data_parallel import Reduction, is_reduced, refuse_reducer
+from kitsune.capture.data_parallel import Reduction, active_wrapper, refuse_reducer
 from kitsune.capture.following import unfollowed
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.signature import call_signature
@@ -131,9 +131,14 @@ class DropInLoop:
             self._log.add(refusal)
             self._refusals[id(inside)] = refusal
 
-    def _is_wrapped_late(self, module: torch.nn.Module) -> bool:
-        """Whether `module` is being called by a wrapper that was not there at its first call."""
-        return is_reduced() and id(module) not in self._reduced
+    def _refuse_wrapper(self, module: torch.nn.Module) -> Refusal | None:
+        """None unless `module` is being called by a wrapper that reduces gradients and was not met; see `wraps`."""
+        wrapper = active_wrapper()
+        if wrapper is None or id(module) in self._reduced:
+            return None
+        if compiled_inside(wrapper.module) is module:
+            return Refusal("the model was called before a DistributedDataParallel wrapped it")
+        return Refusal("a DistributedDataParallel wraps more than the model, and reduces the gradients of all of it")
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Answers a call of a module that was taken over."""
@@ -157,10 +162,9 @@ class DropInLoop:
         if self._is_paused or self._config.mode == "eager":
             self._begin_plainly(module)
             return eager(args, kwargs)
-        if self._is_wrapped_late(module):
-            self._log.add(
-                RefusedError(Refusal("the model was called before a DistributedDataParallel wrapped it"), passing=True)
-            )
+        if (wrapper := self._refuse_wrapper(module)) is not None:
+            self._refusals[id(module)] = wrapper
+            self._log.add(RefusedError(wrapper, passing=True))
             return eager(args, kwargs)
         if (mode := refuse_function_modes()) is not None:
             self._log.add(RefusedError(mode, passing=True))
@@ -400,7 +404,8 @@ class DropInLoop:
         if self._was_all_new:
             return "measuring", "the latest call was the first one of its signature: shapes, numbers, modes"
         if self._latest is not None:
-            return "eager", "the latest iteration had no call of the model that can be replayed: its methods cannot"
+            missing = "its methods cannot, nor can other modules that hold its parameters"
+            return "eager", f"the latest iteration had no call of the model that can be replayed: {missing}"
         if self._refusals:
             return "eager", str(next(iter(self._refusals.values())))
         if not self._modules and (refusal := self._finder.refusal()) is not None:

@@ -257,7 +257,7 @@ class UpdateStep:
 
     def _state_of(self, param: torch.nn.Parameter) -> list[torch.Tensor]:
         values = self._optimizer.state.get(param, {}).values()
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        return [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
 
     def _refresh(self, key: _Key, update: _Update, inputs: list[torch.Tensor]) -> None:
         changed = update.binding.refresh()

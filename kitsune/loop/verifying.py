@@ -60,15 +60,18 @@ class State:
         """Puts back what is not as it was."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                if not torch.equal(tensor, saved.values[name]):
-                    tensor.detach().copy_(saved.values[name])
+                value = saved.values[name]
+                if tensor.is_sparse:  # by itself: what is detached has coordinates of its own
+                    tensor.copy_(value)
+                elif not torch.equal(tensor, value):
+                    tensor.detach().copy_(value)
         torch.set_rng_state(saved.random[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(saved.random[1], self._device)
         random.setstate(saved.random_of_python)
 
     def offset(self, eps: float, seed: int) -> None:
-        """Puts every number but scalars off by up to `eps` of it, as drawn from `seed`."""
+        """See `put_off`."""
         put_off([tensor.detach() for tensor in self._tensors.values()], eps, seed)
 
     @contextmanager
@@ -88,13 +91,17 @@ class State:
             name: Left(value.detach().clone(), unit(value) if name.endswith(".grad") else unit_of_loss(value, eps))
             for name, value in results.items()
         }
-        changes = {name: Left(changed, unit(saved.values[name])) for name, changed in self.changes_since(saved).items()}
+        changes = {
+            name: Left(changed, unit(_dense(saved.values[name]))) for name, changed in self.changes_since(saved).items()
+        }
         generators = Left(torch.cat([state.double() for state in self._random()]), 0.0)
         return {**given, **changes, "random numbers": generators}
 
     def changes_since(self, saved: Saved) -> dict[str, Tensor]:
         """What is added to each tensor."""
-        return {name: change(saved.values[name], tensor.detach()) for name, tensor in self._tensors.items()}
+        return {
+            name: change(_dense(saved.values[name]), _dense(tensor.detach())) for name, tensor in self._tensors.items()
+        }
 
     def _random(self) -> list[Tensor]:
         on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
@@ -102,13 +109,17 @@ class State:
 
 
 def put_off(tensors: Iterable[Tensor], eps: float, seed: int) -> None:
-    """Puts every number but scalars off by up to `eps` of it, in place, as drawn from `seed`."""
+    """Puts numbers off by up to `eps` of them, in place, as drawn from `seed`; not scalars, nor in sparse tensors."""
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.dim():
+            if tensor.dim() and not tensor.is_sparse:
                 new = torch.Generator(tensor.device).manual_seed(seed)
                 tensor.copy_(off_by(eps, tensor, generators.setdefault(tensor.device, new)))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def tensors_of(

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 import kitsune
 from kitsune import device as device_module
 from kitsune.capture.update_rules import AdamRule, SGDRule
+from kitsune.capture.update_rules.rule import Rule
 from kitsune.device import leave_recordings_alone, refuse_bfloat16, refuse_inductor, refuse_triton
 from tests.kitsune.training import FORMS, Net, Training, compare, sgd
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NOT_FUSED: dict[str, Any] = {"fused": None}
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], bf16: bool) -> None:
@@ -121,12 +123,20 @@ def test_fused_adam_on_cuda(monkeypatch: pytest.MonkeyPatch, installed: bool) ->
     if not installed:
         monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: None)
     rule = AdamRule()
-    refusal = rule.refuse_fused(torch.float32, CUDA)
+    refusal = rule.refuse_fused(torch.float32, CUDA, NOT_FUSED)
     assert (refusal is None) == installed
     assert refusal is None or "the fused Adam update needs Triton" in refusal.reason
-    assert rule.refuse_fused(torch.bfloat16, CUDA) is None
-    assert rule.refuse_fused(torch.float32, CPU) is None
-    assert SGDRule().refuse_fused(torch.float32, CUDA) is None
+    assert rule.refuse_fused(torch.bfloat16, CUDA, NOT_FUSED) is None
+    assert rule.refuse_fused(torch.float32, CPU, NOT_FUSED) is None
+    assert SGDRule().refuse_fused(torch.float32, CUDA, NOT_FUSED) is None
+
+
+@pytest.mark.parametrize("rule", [AdamRule(), SGDRule()])
+def test_half_precision_on_a_cpu_is_rounded_as_the_optimizer_rounds_it(rule: Rule) -> None:
+    refusal = rule.refuse_fused(torch.bfloat16, CPU, NOT_FUSED)
+    assert refusal is not None
+    assert "no fused update for parameters of torch.bfloat16 on cpu" in refusal.reason
+    assert rule.refuse_fused(torch.bfloat16, CPU, {"fused": True}) is None
 
 
 # bfloat16

@@ -157,7 +157,7 @@ def test_a_scaler_skips_what_overflows(form: str, kind: Kind) -> None:
     compare_scaled(form, make=make, **ROUNDING)
 
 
-@pytest.mark.parametrize("kind", COMPOSED)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_parameters_in_half_precision_run_eagerly(kind: Kind) -> None:
     training = compare(
         "train_step",
@@ -256,12 +256,16 @@ def test_a_parameter_that_the_optimizer_has_twice_is_updated_twice(form: str, ki
 
 
 @pytest.mark.support("Optimizers", "SparseAdam, and sparse gradients for others", "replayed, but for the update")
-@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.SparseAdam, {}), (torch.optim.Adagrad, {}), (torch.optim.SGD, {"momentum": 0.9})]
+)
 @pytest.mark.parametrize("form", FORMS)
-def test_sparse_gradients(form: str, kind: Kind) -> None:
+def test_sparse_gradients(form: str, kind: Kind, options: dict[str, Any]) -> None:
+    """With momentum the optimizer's state is sparse, too."""
+
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Words()
-        return model, kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        return model, kind(model.parameters(), lr=0.01, **options)  # type: ignore[call-arg]
 
     def words(index: int) -> Batch:
         (_, y), _ = batch(index)

@@ -31,10 +31,10 @@ Number = TypeVar("Number", float, torch.Tensor)
 class AdamRule(Rule):
     """Adam and AdamW, with AMSGrad."""
 
-    def refuse_fused(self, dtype: torch.dtype, device: torch.device) -> Refusal | None:
+    def refuse_fused(self, dtype: torch.dtype, device: torch.device, options: Options) -> Refusal | None:
         if _is_imprecise(dtype, device):
             return refuse_triton(device, "the fused Adam update")
-        return super().refuse_fused(dtype, device)
+        return super().refuse_fused(dtype, device, options)
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")

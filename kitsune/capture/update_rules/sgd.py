@@ -12,7 +12,6 @@ import torch
 
 from kitsune.capture.update_rules.arithmetic import descent
 from kitsune.capture.update_rules.rule import ComposedRule, Options, Rule, Tensors
-from kitsune.errors import Refusal
 
 
 class SGDRule(Rule):
@@ -20,11 +19,6 @@ class SGDRule(Rule):
 
     has_step = False
     reads_step = False
-
-    def refuse_fused(self, dtype: torch.dtype, device: torch.device) -> Refusal | None:
-        if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-            return Refusal("torch's fused SGD computes wrong results in half precision on the CPU")  # in torch 2.13
-        return super().refuse_fused(dtype, device)
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if options["momentum"] != 0 else ()

@@ -272,6 +272,36 @@ def test_a_replay_is_verified_with_its_sparse_gradients(is_wrong: bool, monkeypa
     assert any("table.weight" in one.name for one in found.differences) is is_wrong
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_check_puts_sparse_momentum_back(beside: bool) -> None:
+    """Which is the wrapped optimizer's, or that of one `beside` it."""
+    torch.manual_seed(0)
+    model = Text(plainly, PADDING)
+    momentum = torch.optim.SGD((model.table if beside else model).parameters(), lr=0.1, momentum=0.9)
+    others = [torch.optim.SGD(model.head.parameters(), lr=0.1), momentum] if beside else [momentum]
+    wrapped = kitsune.KitsuneOptimizer(others[0], mode="replay")
+
+    def iteration(words: Tensor, labels: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = functional.cross_entropy(model(words), labels)
+        loss.backward()
+        for optimizer in (wrapped, *others[1:]):
+            optimizer.step()
+        return loss
+
+    *earlier, last = batches("cpu", 5)
+    for words, labels in earlier:
+        iteration(words, labels)
+    buffer = momentum.state[model.table.weight]["momentum_buffer"]
+    assert buffer.is_sparse
+    before = [one.detach().clone() for one in (*model.parameters(), buffer)]
+    found = kitsune.verify(iteration, *last, optimizer=wrapped)
+    assert found.replayed
+    assert found.agrees
+    assert not found.written
+    assert_same([*model.parameters(), momentum.state[model.table.weight]["momentum_buffer"]], before)
+
+
 class Pairs(nn.Module):
     """Two outputs, each of a lookup in the same table."""
 

@@ -26,8 +26,8 @@ REFUSED = {
     "flat sharded parameters": "the call is not one graph",
 }
 
-SHORT = ("wrapped after some steps", "another optimizer in between")
-"""Their last loops end soon after a capture."""
+SHORT = ("wrapped after some steps", "another optimizer in between", "a part of what is wrapped")
+"""Their last loops end soon after a capture, or begin after none."""
 
 MIXED = [name for name in SCENARIOS if name.startswith("mixed loop")]
 
@@ -147,6 +147,22 @@ def test_what_is_wrapped_late_says_so(form: str, ranks: list[Found]) -> None:
         status = rank[form, "wrapped after some steps"][1]
         assert 0 < status["replays"] < 5
         assert any("before a DistributedDataParallel wrapped it" in refusal for refusal in status["refusals"])
+
+
+@forms
+def test_a_part_of_what_is_wrapped_says_so(form: str, ranks: list[Found]) -> None:
+    for rank in ranks:
+        status = rank[form, "a part of what is wrapped"][1]
+        assert status["replays"] == 0
+        assert "wraps more than the model" in status["reason"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= SIZE, reason="NCCL sends no sparse gradients")
+def test_sparse_gradients_are_left_to_the_reducer(ranks: list[Found]) -> None:
+    for rank in ranks:
+        status = rank["deferred", "sparse gradients"][1]
+        assert status["covered"] == ["forward", "backward"]
+        assert any("left to it: gradients are sparse" in refusal for refusal in status["refusals"])
 
 
 _groups: list[object] = []

@@ -61,13 +61,18 @@ class Run:
         self.optimizer = self.optimizer_of(self.model)
 
     def optimizer_of(self, model: nn.Module) -> Any:
-        plain = torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+        if self.scenario == "sparse gradients":
+            plain: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        else:
+            plain = torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
         return kitsune.KitsuneOptimizer(plain, **self.options()) if self.accelerated else plain
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"mode": "replay", "defer_loss": self.form == "deferred"}
         if self.scenario == "verified":
             options["verify"] = 2
+        if self.scenario == "a part of what is wrapped":
+            options["model"] = self.model.get_submodule("module.first")
         if self.scenario == "scaled losses in float16":
             options |= {"enable_amp": True, "amp_dtype": torch.float16}
         return options
@@ -109,6 +114,17 @@ def _normed() -> nn.Module:
     return model
 
 
+class Signs(nn.Module):
+    """Looks up which numbers are positive; with sparse gradients on a CPU, where they can be sent."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(2, 8, sparse=device.type == "cpu"), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x > 0).long()).mean(1))
+
+
 def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
     SCENARIOS[function.__name__.replace("_", " ")] = function
     return function
@@ -124,6 +140,18 @@ def plainly(run: Run) -> None:
 @scenario
 def verified(run: Run) -> None:
     plainly(run)
+
+
+@scenario
+def a_part_of_what_is_wrapped(run: Run) -> None:
+    plainly(run)
+
+
+@scenario
+def sparse_gradients(run: Run) -> None:
+    run.build(lambda: Signs(run.device))
+    for index in range(STEPS):
+        run.step(index)
 
 
 @scenario
