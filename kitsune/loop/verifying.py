@@ -91,17 +91,18 @@ class State:
             name: Left(value.detach().clone(), unit(value) if name.endswith(".grad") else unit_of_loss(value, eps))
             for name, value in results.items()
         }
-        changes = {
-            name: Left(changed, unit(_dense(saved.values[name]))) for name, changed in self.changes_since(saved).items()
-        }
+        pairs = self._pairs(saved).items()
+        changes = {name: Left(change(before, after), unit(before)) for name, (before, after) in pairs}
         generators = Left(torch.cat([state.double() for state in self._random()]), 0.0)
         return {**given, **changes, "random numbers": generators}
 
     def changes_since(self, saved: Saved) -> dict[str, Tensor]:
         """What is added to each tensor."""
-        return {
-            name: change(_dense(saved.values[name]), _dense(tensor.detach())) for name, tensor in self._tensors.items()
-        }
+        return {name: change(before, after) for name, (before, after) in self._pairs(saved).items()}
+
+    def _pairs(self, saved: Saved) -> dict[str, tuple[Tensor, Tensor]]:
+        """The numbers of each tensor, before and after."""
+        return {name: _numbers(saved.values[name], tensor.detach()) for name, tensor in self._tensors.items()}
 
     def _random(self) -> list[Tensor]:
         on_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
@@ -118,8 +119,15 @@ def put_off(tensors: Iterable[Tensor], eps: float, seed: int) -> None:
                 tensor.copy_(off_by(eps, tensor, generators.setdefault(tensor.device, new)))
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
+def _numbers(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Both; of sparse tensors the values at the coordinates that either of them has."""
+    if not before.is_sparse:
+        return before, after
+    one, other = before.coalesce(), after.coalesce()
+    zeros = [one.clone(), other.clone()]
+    for tensor in zeros:
+        tensor.values().zero_()
+    return (one + zeros[1]).coalesce().values(), (other + zeros[0]).coalesce().values()
 
 
 def tensors_of(

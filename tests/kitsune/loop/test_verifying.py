@@ -33,6 +33,35 @@ def test_a_difference_is_found_in_numbers_of_every_kind(dtype: str) -> None:
     assert compare(state, dict, dict, lambda: 0.0, dict) == []
 
 
+@pytest.mark.parametrize("is_coalesced", [False, True])
+@pytest.mark.parametrize("row", [1, 3])
+def test_a_difference_is_found_in_sparse_numbers(row: int, is_coalesced: bool) -> None:
+    """In a row that is there, or in another one. Never are all rows laid out: there are too many."""
+    size = (10**8, 10**5)
+    rows = torch.tensor([[1, 7]])
+
+    def sparse(rows: Tensor, values: Tensor) -> Tensor:
+        made = torch.sparse_coo_tensor(rows[[0, 0]], values, size, check_invariants=True)
+        return made.coalesce() if is_coalesced else made
+
+    numbers = sparse(rows, torch.tensor([1.0, -2.0]))
+
+    def off(by: float) -> dict[str, Tensor]:
+        numbers.add_(sparse(torch.tensor([[row]]), torch.tensor([by])))
+        return {}
+
+    state = State({"numbers": numbers}, torch.device("cpu"))
+    differences = compare(state, lambda: off(2.0), lambda: off(0.0), lambda: 0.0, dict)
+    assert differences is not None
+    assert [(one.name, one.error) for one in differences] == [("numbers", 2.0)]
+    saved = state.save()
+    off(3.0)
+    state.load(saved)
+    assert numbers.is_coalesced() == saved.values["numbers"].is_coalesced()
+    assert torch.equal(numbers.coalesce().values(), saved.values["numbers"].coalesce().values())
+    assert compare(state, lambda: off(2.0), lambda: off(2.0), lambda: 0.0, dict) == []
+
+
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_numbers_are_put_off_where_they_are_rounded(dtype: str) -> None:
     numbers = NUMBERS[dtype].clone()
