@@ -122,7 +122,7 @@ def _is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
         return False
     if tensor.layout is not torch.strided:
-        return tensor.layout is torch.sparse_coo
+        return tensor.is_sparse and not tensor.is_inference()
     if tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize < 2):
         return False
     return all(stride != 0 or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -302,6 +302,39 @@ def test_a_check_puts_sparse_momentum_back(beside: bool) -> None:
     assert_same([*model.parameters(), momentum.state[model.table.weight]["momentum_buffer"]], before)
 
 
+class Edges(nn.Module):
+    """Has a sparse buffer, which is never laid out whole: it would not fit anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        edges = torch.tensor([[0, 5, 7], [1, 2, 3]])
+        made = torch.sparse_coo_tensor(edges, torch.ones(3), (10**8, 10**5), check_invariants=True)
+        self.register_buffer("edges", made)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * torch.sparse.sum(self.edges))
+
+
+def test_a_check_goes_past_a_sparse_buffer() -> None:
+    torch.manual_seed(0)
+    model = Edges()
+    optimizer = kitsune.KitsuneOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), mode="replay", model=model.head)
+
+    def iteration() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(5):
+        iteration()
+    found = kitsune.verify(iteration, optimizer=optimizer)
+    assert found.agrees
+    assert not found.written
+
+
 class Pairs(nn.Module):
     """Two outputs, each of a lookup in the same table."""
 
