@@ -86,7 +86,7 @@ def test_the_table_for_notebooks_has_the_rows_of_the_text() -> None:
 def test_the_figures_of_a_measured_training(form: str) -> None:
     model, optimizer = net_and_adam()
     training = Training(form, model, optimizer, mode="auto")
-    for index in range(0, 400, 20):
+    for index in range(0, 8000, 20):
         training.run(20, start=index)
         status = training.status()
         if None not in (status.eager_seconds, status.replay_seconds) and status.mode != "measuring":
