@@ -46,7 +46,7 @@ test: $(READY) ## Run the tests: no GPU and no network needed
 	$(RUN) -m pytest $(IN_PARALLEL)
 
 test-full: $(READY) ## Run the tests with the slow ones and the long property-based runs
-	$(RUN) -m pytest -m "not benchmark" --hypothesis-profile=full
+	$(RUN) -m pytest $(IN_PARALLEL) -m "not benchmark" --hypothesis-profile=full
 
 lint: $(READY) ## Check style, types, and which module imports which
 	$(RUN) -m ruff check .

@@ -14,7 +14,7 @@ LONG = ("tests/kitsune/test_zoo.py", "tests/kitsune/test_parity.py", "tests/kits
 """Files of long tests that share nothing: they start first, each test in any process that is free."""
 
 settings.register_profile("default", max_examples=25, deadline=None, derandomize=True)
-settings.register_profile("full", max_examples=1000, deadline=None, derandomize=False)
+settings.register_profile("full", max_examples=400, deadline=None, derandomize=False)
 settings.load_profile("default")
 
 

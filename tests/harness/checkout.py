@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,7 +124,13 @@ class Checkout:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_heed_hangups,
         )
+
+
+def _heed_hangups() -> None:
+    """Under `nohup` they are ignored, as in all that is started there."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _is_elsewhere(folder: str) -> bool:

@@ -19,7 +19,7 @@ from tests.kitsune.differential.programs import CYCLING, Program, has_checkpoint
 from tests.kitsune.training import FORMS, Training, adam, batch
 
 NUM_PROGRAMS = {"drop_in": 130, "train_step": 6}  # captures of a whole step take longer
-MANY_PROGRAMS = {"drop_in": 500, "train_step": 150}
+MANY_PROGRAMS = {"drop_in": 500, "train_step": 80}
 GPU_PARTS = 16  # of which each may have a process of its own
 GPU_PROGRAMS = {"drop_in": 100, "train_step": 25}  # in each
 LEAST_SHARE = 0.3  # about half is usual; of a hundred drawn at random it has been 0.41

@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.nn import functional
 
+from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.trace import trace
+from kitsune.errors import RefusedError
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.lanes import HostLanes
 from kitsune.execution.lower import lower
@@ -39,9 +41,14 @@ class Placed:
         return list(InOrder(self.lowered.module, lanes=lanes)(values))
 
 
+@example([("empty_view", 0, 0), ("batch_norm", 3, 0), ("batch_norm", 0, 4)], 0, 1)  # laid out otherwise than foreseen
 @given(PROGRAMS, st.integers(0, 2**20), st.integers(1, 3))
 def test_the_results_are_the_same_to_the_bit(program: Program, seed: int, num_streams: int) -> None:
     module = traced(program)
+    try:
+        lay_out_as_foreseen(module, inputs())
+    except RefusedError:
+        reject()
     expected_values, values = inputs(), inputs()
     torch.manual_seed(seed)
     expected = InOrder(module)(expected_values)
