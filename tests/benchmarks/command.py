@@ -6,7 +6,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ def run(
     batch: int = 128,
     on_cpu: bool = False,
     flags: Mapping[str, str] | None = None,
+    summary: Callable[[Sequence[Mapping[str, Any]]], str] | None = None,
 ) -> None:
     """Parses the command line, and does what it says.
 
@@ -41,6 +42,7 @@ def run(
         model, batch: the defaults.
         on_cpu: whether it can do without a GPU.
         flags: names of further options, with their help.
+        summary: several documents as one Markdown table; None for a table of each.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,8 +58,8 @@ def run(
     measuring.add_argument("file", type=Path, help="where the times are written, as JSON")
     measuring.set_defaults(run=partial(_measure, measure, table, on_cpu, tuple(flags or ())))
     showing = commands.add_parser("show", help="print what was measured as a Markdown table")
-    showing.add_argument("file", type=Path)
-    showing.set_defaults(run=lambda given: print(table(json.loads(given.file.read_text(encoding="utf-8")))))
+    showing.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    showing.set_defaults(run=partial(_show, table, summary))
     given = parser.parse_args()
     given.run(given)
 
@@ -90,6 +92,15 @@ def blocks_table(document: Mapping[str, Any], column: str) -> str:
         cells = [f" {min(one[name]):.1f}, {statistics.median(one[name]):.1f} |" for one in rounds]
         lines.append(f"| {name} |" + "".join(cells))
     return "\n".join(lines)
+
+
+def _show(
+    table: Callable[[Mapping[str, Any]], str],
+    summary: Callable[[Sequence[Mapping[str, Any]]], str] | None,
+    given: argparse.Namespace,
+) -> None:
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in given.files]
+    print("\n\n".join(map(table, documents)) if summary is None or len(documents) == 1 else summary(documents))
 
 
 def _measure(

@@ -45,6 +45,8 @@ def test_rounds_are_written_and_shown(
     capsys.readouterr()
     run(monkeypatch, "show", str(file))
     assert capsys.readouterr().out == "2 rounds of 16\n"
+    run(monkeypatch, "show", str(file), str(file))
+    assert capsys.readouterr().out == "2 rounds of 16\n\n2 rounds of 16\n"
 
 
 def test_changes_on_top_of_the_commit_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,18 @@ def test_files_of_earlier_versions_are_shown() -> None:
     assert "full pace" not in unchanged_loop.table(document([{"eager": [9.0], "deferred": [7.0]}]))
 
 
+def test_processes_of_a_commit_and_a_machine_are_summed_up_together() -> None:
+    first = {"eager": [9.0, 9.4, 8.0], "deferred": [7.0, 6.0, 7.2], "Python before deferred": [2.0, 1.0, 3.0]}
+    second = {"eager": [12.0], "deferred": [5.0], "Python before deferred": [4.0]}
+    earlier = {"eager": [30.0], "deferred": [20.0]}
+    here, there = {"facts": {"boot_id": "a"}}, {"facts": {"boot_id": "b"}}
+    documents = [document([first]) | here, document([earlier]) | there, document([second]) | here]
+    assert unchanged_loop.summary(documents).splitlines()[2:] == [
+        "| mlp, 4 | `None` | amp | 2 | 1 | 5 to 6 | 5 to 7 | 9 to 12 |",
+        "| mlp, 4 | `None` | amp | 1 |  | 20 | 20 | 30 |",
+    ]
+
+
 def test_a_loop_that_is_not_replayed_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unchanged_loop, "_MOST_STEPS", 3)
     loop = unchanged_loop.Loop("mlp", 4, "fp32", "cpu", is_deferred=True)

@@ -1,7 +1,7 @@
 """What an iteration of the unchanged loop takes by the clock, alone in its process, with `defer_loss` and eagerly.
 
     python -m tests.benchmarks.unchanged_loop measure --model mlp --batch 64 --precision amp FILE
-    python -m tests.benchmarks.unchanged_loop show FILE
+    python -m tests.benchmarks.unchanged_loop show FILE...
 
 The eager loop runs first, then that with Kitsune, from the step on at which everything is replayed. Batches lie on the
 device, and come in turn. Every round is a process.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -117,6 +117,36 @@ def table(document: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
+def summary(documents: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table with a row for each commit, precision and machine, from its start to its end.
+
+    Of its processes there are the fastest Python before any block, and the least and the most of their fastest blocks,
+    and of their median ones.
+    """
+    lines = [
+        "| model, batch | commit | precision | processes | Python, us | fastest, us | median, us | eager, median, us |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    rows: dict[tuple[str, ...], list[dict[str, list[float]]]] = {}
+    for one in documents:
+        place = f"{one['model']}, {one['batch']}", str(one["commit"])[:7], one["precision"], one["facts"]["boot_id"]
+        rows.setdefault(place, []).extend(one["rounds"])
+    for (size, commit, precision, _), rounds in rows.items():
+        python = [min(one[_PYTHON.format("deferred")]) for one in rounds if _PYTHON.format("deferred") in one]
+        cells = [
+            f"{min(python):.0f}" if python else "",
+            _range([min(one["deferred"]) for one in rounds]),
+            *(_range([statistics.median(one[variant]) for one in rounds]) for variant in ("deferred", "eager")),
+        ]
+        lines.append(f"| {size} | `{commit}` | {precision} | {len(rounds)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _range(found: Sequence[float]) -> str:
+    texts = dict.fromkeys(f"{us:.0f}" for us in (min(found), max(found)))
+    return " to ".join(texts)
+
+
 def _block_us(loop: Loop, variant: str, device: str) -> float:
     started = time.perf_counter()
     for index in range(_BLOCK[variant]):
@@ -127,4 +157,4 @@ def _block_us(loop: Loop, variant: str, device: str) -> float:
 
 
 if __name__ == "__main__":
-    command.run("tests.benchmarks.unchanged_loop", __doc__, measure, table, model="mlp", batch=64)
+    command.run("tests.benchmarks.unchanged_loop", __doc__, measure, table, model="mlp", batch=64, summary=summary)
