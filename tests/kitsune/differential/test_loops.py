@@ -199,12 +199,15 @@ class DroppedGradient(Run):
     ],
 )
 def test_the_check_notices(form: str, kind: type[Run]) -> None:
-    @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @settings(
+        max_examples=6, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    )
     @given(programs(form))
     def is_noticed(program: Program) -> None:
         assume({(WRONG_AT, "skip_update"), (WRONG_AT, "overflow")}.isdisjoint(program.events))
         assume(kind is StaleInput or program.scaler is None)  # which may skip the update
-        assume(kind is not WrongRate or program.optimizer != "Rprop")  # whose steps have sizes of their own
+        # Steps have sizes of their own, or begin so small that a thousandth of one is less than what is rounded.
+        assume(kind is not WrongRate or program.optimizer not in ("Rprop", "Adadelta"))
         differences, _ = run_both(program, form, kind)
         assert any(line.startswith(f"iteration {WRONG_AT}:") for line in differences)
         collect()
