@@ -48,10 +48,11 @@ def test_processes_of_a_commit_and_a_machine_are_summed_up_together() -> None:
     second = {"eager": [12.0], "deferred": [5.0], "Python before deferred": [4.0]}
     earlier = {"eager": [30.0], "deferred": [20.0]}
     here, there = {"facts": {"boot_id": "a"}}, {"facts": {"boot_id": "b"}}
-    documents = [document([first]) | here, document([earlier]) | there, document([second]) | here]
+    other = document([earlier]) | there | {"commit": "0123456789, with changes"}
+    documents = [document([first]) | here, other, document([second]) | here]
     assert unchanged_loop.summary(documents).splitlines()[2:] == [
         "| mlp, 4 | `None` | amp | 2 | 1 | 5 to 6 | 5 to 7 | 9 to 12 |",
-        "| mlp, 4 | `None` | amp | 1 |  | 20 | 20 | 30 |",
+        "| mlp, 4 | `0123456`, with changes | amp | 1 |  | 20 | 20 | 30 |",
     ]
 
 

@@ -129,7 +129,9 @@ def summary(documents: Sequence[Mapping[str, Any]]) -> str:
     ]
     rows: dict[tuple[str, ...], list[dict[str, list[float]]]] = {}
     for one in documents:
-        place = f"{one['model']}, {one['batch']}", str(one["commit"])[:7], one["precision"], one["facts"]["boot_id"]
+        head, *changes = str(one["commit"]).split(", ")
+        commit = ", ".join([f"`{head[:7]}`", *changes])
+        place = f"{one['model']}, {one['batch']}", commit, one["precision"], one["facts"]["boot_id"]
         rows.setdefault(place, []).extend(one["rounds"])
     for (size, commit, precision, _), rounds in rows.items():
         python = [min(one[_PYTHON.format("deferred")]) for one in rounds if _PYTHON.format("deferred") in one]
@@ -138,7 +140,7 @@ def summary(documents: Sequence[Mapping[str, Any]]) -> str:
             _range([min(one["deferred"]) for one in rounds]),
             *(_range([statistics.median(one[variant]) for one in rounds]) for variant in ("deferred", "eager")),
         ]
-        lines.append(f"| {size} | `{commit}` | {precision} | {len(rounds)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {size} | {commit} | {precision} | {len(rounds)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
