@@ -15,6 +15,7 @@ from torch import fx
 
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.graph import dataflow
+from kitsune.graph.attention import unmet_demand
 from kitsune.graph.dataflow import storage_of
 from kitsune.graph.values import mode_of, value
 from kitsune.graph.verify import source_line
@@ -28,7 +29,8 @@ def lay_out_as_foreseen(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) 
     Nothing is written to inputs, and generators of random numbers stay as they are.
 
     Raises:
-        RefusedError: there is no such copy, an operator fails, or there is too little memory for the run.
+        RefusedError: there is no such copy, an operator fails, attention would get heads in a layout that it does not
+            take, or there is too little memory for the run.
     """
     refused, otherwise = _find(module, inputs)
     if refused is not None:  # out of the handlers: what is being handled would keep alive all that was allocated
@@ -75,6 +77,10 @@ class _Run(fx.Interpreter):
         written = [node for node in dataflow.written(n) if storage_of(self.env[node]) in self._inputs]
         if written and _only_writes(n):
             return self.env[written[0]]
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        demand = unmet_demand(n.target, args)
+        if demand is not None:
+            raise RefusedError(Refusal(demand, source_line(n)))
         before = {node: self.env[node] for node in written}
         self.env.update((node, tensor.clone()) for node, tensor in before.items())
         result = super().run_node(n)

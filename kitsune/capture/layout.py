@@ -24,7 +24,7 @@ class TensorLayout:
     def of_gradient(cls, tensor: torch.Tensor) -> TensorLayout:
         """Of a gradient of `tensor`: like it, but without gaps where elements of it may share memory."""
         return cls.of(
-            torch.empty_like(tensor, memory_format=torch.contiguous_format) if _may_overlap(tensor) else tensor
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) if may_overlap(tensor) else tensor
         )
 
     def empty(self) -> torch.Tensor:
@@ -39,7 +39,7 @@ class TensorLayout:
         return torch.empty_strided(self.size, (0,) * len(self.size), dtype=self.dtype, device=self.device)
 
 
-def _may_overlap(tensor: torch.Tensor) -> bool:
+def may_overlap(tensor: torch.Tensor) -> bool:
     """Whether elements may share memory, as those of an expanded tensor or of windows do."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
@@ -54,7 +54,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
     """As `tensor.clone()`, laid out like `tensor` also where elements share memory or lie apart."""
     if tensor.is_contiguous():
         return tensor.clone()
-    return copied(tensor) if _may_overlap(tensor) else TensorLayout.of(tensor).empty().copy_(tensor)
+    return copied(tensor) if may_overlap(tensor) else TensorLayout.of(tensor).empty().copy_(tensor)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,20 @@
-"""Memory-efficient attention with dropout, where one of the passes is recorded into a CUDA graph and the other is not.
+"""What PyTorch's kernels of attention demand of their operands, and where they look for random numbers.
 
-A forward pass that is recorded leaves the seed and the offset of its random numbers on the device, another one on the
-host. The backward pass looks for them where a forward pass run like itself would have left them (Note [Seed and Offset
-Device] in PyTorch's sources), and takes an address of the device for one of the host, or the other way round, where the
-forward pass was run otherwise. The operators here look first.
+The kernels read heads whose elements lie one after the other. PyTorch picks a kernel by the layout of its operands.
+Kitsune calls the kernel that was picked, so it must keep to that layout. Where it does not, cuDNN raises at the first
+call, and the second such call ends the process (seen in torch 2.11): the graph that could not be built stays empty in
+the cache of built graphs. So `unmet_demand` is asked before anything is called.
+
+Memory-efficient attention with dropout has another catch, where one of its passes is recorded into a CUDA graph and the
+other is not. A forward pass that is recorded leaves the seed and the offset of its random numbers on the device,
+another one on the host. The backward pass looks for them where a forward pass run like itself would have left them
+(Note [Seed and Offset Device] in PyTorch's sources). Where the forward pass was run otherwise, it takes an address of
+the device for one of the host, or the other way round. The operators here look first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +23,40 @@ from torch import Tensor, fx
 
 _aten = torch.ops.aten
 
+ATTENTIONS = frozenset(
+    {
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_cudnn_attention_backward.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_efficient_attention_backward.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_backward.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+
+_OF_HEADS = frozenset(("query", "key", "value"))  # gradients may lie in any way
+
 _STATE = ("philox_seed", "philox_offset")
+
+
+def unmet_demand(target: Any, args: Sequence[Any]) -> str | None:
+    """What attention by `target` would refuse in its operands; None if nothing, or if `target` is no attention.
+
+    Args:
+        args: its positional arguments: tensors of the layouts that it would get.
+    """
+    operator = original(target)
+    if operator not in ATTENTIONS:
+        return None
+    for argument, given in zip(operator._schema.arguments, args, strict=False):
+        if argument.name in _OF_HEADS and given.size(-1) > 1 and given.stride(-1) != 1:
+            return (
+                f"{target} takes heads whose elements lie one after the other: {argument.name} of shape "
+                f"{tuple(given.size())} has strides {given.stride()}"
+            )
+    return None
 
 
 def look_for_random_state(module: fx.GraphModule) -> None:

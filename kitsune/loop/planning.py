@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kitsune.errors import Refusal, first_line
+from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
+from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
 from kitsune.loop.fusing import Fusing
@@ -116,12 +117,24 @@ def others(
 def _fused(fusing: Fusing, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None]) -> list[Planned]:
     device, found = inputs[0].device, list[Planned]()
     for graph, fusions in fusing.result():
-        other = difference(fusing.module, graph, inputs)
-        if other is None:
+        refusal = _refuse_rewritten(fusing.module, graph, inputs)
+        if refusal is None:
             found.append(_with_fusions(in_order(graph, device, inputs), fusions))
         else:
-            refused(Refusal(f"a step with fused operators was compared with the captured one: {other}"))
+            refused(refusal)
     return found
+
+
+def _refuse_rewritten(module: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Refusal | None:
+    """None if `graph`, made of `module`, does the same, with values laid out as its operators were given them."""
+    try:
+        lay_out_as_foreseen(graph, inputs)
+    except RefusedError as error:
+        return Refusal(f"a step with fused operators cannot run: {error.refusal.reason}", error.refusal.culprit)
+    other = difference(module, graph, inputs)
+    if other is None:
+        return None
+    return Refusal(f"a step with fused operators was compared with the captured one: {other}")
 
 
 def _with_fusions(planned: Planned, fusions: tuple[Fusion, ...]) -> Planned:

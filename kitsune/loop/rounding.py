@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from kitsune.capture.layout import cloned, may_overlap
 from kitsune.fusion.operands import convolutions_allow_tf32
 from kitsune.graph import dataflow
 
@@ -21,12 +22,26 @@ def rounding(graph: fx.Graph) -> float:
 
 
 def off_by(eps: float, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """`tensor` with every number off by up to `eps` of it; as it is if it holds integers."""
+    """A copy of `tensor` with every number off by up to `eps` of it; `tensor` itself if it holds integers.
+
+    The copy has exactly the strides of `tensor`, those of dimensions of one element too, by which convolutions choose
+    the layout of their results. Elements that share memory stay equal.
+    """
     if not _is_rounded(tensor):
         return tensor
+    result = cloned(tensor)
+    cells = _cells(result)
     dtype = torch.promote_types(tensor.dtype, torch.float32).to_real()  # one more than float64's eps is one in float32
-    noise = torch.empty_like(tensor, dtype=dtype).uniform_(-eps, eps, generator=generator)
-    return (tensor * (1 + noise)).to(tensor.dtype)
+    noise = torch.empty_like(cells, dtype=dtype).uniform_(-eps, eps, generator=generator)
+    cells.copy_(cells * (1 + noise))
+    return result
+
+
+def _cells(tensor: Tensor) -> Tensor:
+    """Each number in memory once: `tensor` itself, or all its memory where elements share some."""
+    if not may_overlap(tensor):
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def change(before: Tensor, after: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from kitsune.graph import dataflow
-from kitsune.graph.attention import original
+from kitsune.graph.attention import ATTENTIONS, original
 from kitsune.graph.factors import Dims, Factor, Form, common_parts, of_itself, size_of, sizes_of
 from kitsune.graph.values import mode_of, value
 
@@ -29,19 +29,7 @@ aten = torch.ops.aten
 
 _PRODUCTS = {aten.mm.default, aten.addmm.default}
 
-# They read operands in any strides, if the elements of a head lie together. Some need rows that begin at multiples of
-# 16 bytes.
-_ATTENTIONS = {
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-}
-
+# Some attentions need rows that begin at multiples of 16 bytes.
 _ALIGNED = 8  # elements, of 16 bits or more
 
 # They read any strides, and their results are contiguous.
@@ -142,7 +130,7 @@ class _Conversion:
         """An operand for an operator that takes elements in the order that they had."""
         if operand in self._made:
             return self._made[operand]
-        is_attention = original(node.target) in _ATTENTIONS
+        is_attention = original(node.target) in ATTENTIONS
         if not (is_attention or _is_aten(node)) or any(dataflow.written(node)):
             return self._exactly(operand)
         if dataflow.draws_random_numbers(node) and not is_attention:

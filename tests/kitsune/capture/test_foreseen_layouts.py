@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
@@ -62,6 +64,37 @@ def test_an_operator_that_fails_is_a_refusal_for_once() -> None:
     with pytest.raises(RefusedError, match="out of bounds") as refused:
         lay_out_as_foreseen(module, [torch.zeros(3), torch.full((2,), 5)])
     assert refused.value.passing
+
+
+def attention(x: Tensor) -> list[Tensor]:
+    return [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]]
+
+
+def test_attention_is_not_called_with_operands_that_it_does_not_take() -> None:
+    """Some of its kernels raise once, and take the process with them the next time."""
+    x = torch.randn(2, 3, 4, 8)
+    module, called = trace(attention, [x]), list[object]()
+    with Calls(called), pytest.raises(RefusedError, match="lie one after the other: query of shape"):
+        lay_out_as_foreseen(module, [torch.randn(2, 3, 8, 4).transpose(2, 3)])
+    assert ATTENTION not in called
+    with Calls(called):
+        lay_out_as_foreseen(module, [x])
+    assert ATTENTION in called
+
+
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Calls(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self, called: list[object]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 class Rolled(nn.Module):

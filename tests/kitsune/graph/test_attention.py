@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kitsune.graph.attention import look_for_random_state, original, run_looking
+from kitsune.graph.attention import ATTENTIONS, look_for_random_state, original, run_looking, unmet_demand
 from kitsune.passes.spare_copies import spare_copies
 from kitsune.schedule.analytic import work
 
@@ -125,3 +125,32 @@ def test_without_dropout_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) ->
     device = Device(monkeypatch, recording=False)
     assert [one.device.type for one in run(monkeypatch, "cuda", dropout=0.0)] == ["cuda", "cuda"]
     assert device.modes == []
+
+
+FORWARD = [one for one in sorted(ATTENTIONS, key=str) if "backward" not in str(one)]
+
+
+@pytest.mark.parametrize("operator", FORWARD, ids=str)
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_heads_have_to_lie_one_element_after_the_other(operator: torch._ops.OpOverload, name: str) -> None:
+    lying, across = torch.empty(SHAPE), torch.empty(2, 3, 8, 16).transpose(2, 3)
+    given = {"query": lying, "key": lying, "value": lying}
+    assert unmet_demand(operator, [*given.values()]) is None
+    demand = unmet_demand(operator, [*(given | {name: across}).values()])
+    assert demand is not None
+    assert demand.startswith(f"{operator} takes heads whose elements lie one after the other: {name} of shape")
+
+
+def test_what_is_no_attention_and_what_has_one_element_demands_nothing() -> None:
+    across = torch.empty(2, 3, 8, 16).transpose(2, 3)
+    assert unmet_demand(aten.bmm.default, [across, across]) is None
+    narrow = torch.empty(2, 3, 1, 16).transpose(2, 3)
+    assert unmet_demand(aten._scaled_dot_product_cudnn_attention.default, [narrow] * 3) is None
+
+
+def test_the_form_that_looks_demands_the_same() -> None:
+    module = attend()
+    look_for_random_state(module)
+    across, lying = torch.empty(2, 3, 8, 16).transpose(2, 3), torch.empty(SHAPE)
+    assert unmet_demand(backward_of(module).target, [lying, across, lying, lying]) is not None
+    assert unmet_demand(backward_of(module).target, [across, lying, lying, lying]) is None

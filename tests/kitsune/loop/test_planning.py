@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from kitsune.capture.trace import trace
+from kitsune.errors import Refusal
 from kitsune.loop import planning
 from kitsune.loop.planning import MEMORY_FACTOR, Planned, challengers
-from kitsune.plan import Costs, TaskGraph
+from kitsune.plan import Costs, Fusion, TaskGraph
 from kitsune.schedule import check
 from kitsune.schedule.cost import analytic_costs
 from kitsune.schedule.limits import cuda_limits
@@ -120,3 +122,55 @@ def test_what_needs_no_more_memory_is_not_tried_twice() -> None:
     plans = found(step, room_bytes=PLENTY)
     assert "list" in {planned.plan.schedule.strategy for planned in plans}
     assert not roomy(plans)
+
+
+class Rewritten:
+    """Stands for what has rewritten a step."""
+
+    def __init__(self, module: fx.GraphModule, graph: fx.GraphModule) -> None:
+        self.module, self._graph = module, graph
+
+    def result(self) -> tuple[tuple[fx.GraphModule, tuple[Fusion, ...]], ...]:
+        return ((self._graph, ()),)
+
+
+def rewriting(
+    function: Callable[[Tensor], list[Tensor]], other: Callable[[Tensor], list[Tensor]], x: Tensor
+) -> tuple[tuple[Planned, ...], list[Refusal]]:
+    """What comes of a graph of `function` that is rewritten as that of `other`."""
+    refused = list[Refusal]()
+    rewritten = Rewritten(trace(function, [x]), trace(other, [x]))
+    plans = planning.others(
+        rewritten.module,
+        [x],
+        num_streams=1,
+        fusing=rewritten,  # type: ignore[arg-type]
+        max_bytes=None,
+        refused=refused.append,
+    )
+    return plans, refused
+
+
+def test_rewritten_operators_get_what_their_layouts_were_foreseen_as() -> None:
+    """`roll` of an image in channels_last lies otherwise than torch foresees; a flat view of it would fail."""
+    x = torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last)
+    plans, refused = rewriting(
+        lambda x: [x.contiguous().roll(1, 1).flatten(1) * 2], lambda x: [x.roll(1, 1).flatten(1) * 2], x
+    )
+    assert refused == []
+    (plan,) = plans
+    (found,) = plan.module(x)
+    assert torch.equal(found, x.roll(1, 1).flatten(1) * 2)
+
+
+def test_a_rewritten_step_that_attends_to_what_lies_otherwise_is_not_run() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
+
+    x = torch.randn(2, 3, 4, 8)
+    plans, refused = rewriting(
+        lambda x: [attend(x)], lambda x: [attend(x.transpose(2, 3).contiguous().transpose(2, 3))], x
+    )
+    assert plans == ()
+    (refusal,) = refused
+    assert "takes heads whose elements lie one after the other" in refusal.reason

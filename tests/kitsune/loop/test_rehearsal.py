@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitsune.loop import rehearsal
 from kitsune.loop.rehearsal import difference
+from kitsune.loop.rounding import off_by
 from tests.kitsune.fusion.running import InAutocast
 from tests.kitsune.steps import TracedStep, dropout_step, traced_step
 from tests.kitsune.training import Net
@@ -188,3 +191,76 @@ def test_draws_that_overflow_explain_nothing() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rehearsal, "off_by", lambda eps, tensor, generator: tensor * 1e30)
         assert difference(traced.module, other, traced.inputs) is not None
+
+
+class _Layouts(TorchDispatchMode):
+    """Notes how the operands of each operator of a kind lie."""
+
+    def __init__(self, kind: object) -> None:
+        super().__init__()
+        self.found: list[list[tuple[int, ...]]] = []
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self._kind:
+            self.found.append([one.stride() for one in args if isinstance(one, Tensor)])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_operators_get_what_lies_as_in_the_step(memory_format: torch.memory_format) -> None:
+    """A convolution of one point takes the layout of its result from strides that say nothing of where elements are."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Conv2d(8, 24, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            images, _, height, width = x.shape
+            mixed = self.mix(x.sin().contiguous())
+            q, k, v = mixed.reshape(images, 3, 2, 4, height * width).transpose(-1, -2).unbind(1)
+            return (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).flatten(1)
+
+    model = Heads().to(memory_format=memory_format)
+    x = torch.randn(2, 8, 3, 3).to(memory_format=memory_format)
+    traced = traced_step(model, lambda output, y: (output.square().mean(1) - y).square().mean(), x, torch.zeros(2))
+    for operator in (aten.convolution.default, aten.convolution_backward.default):
+        with _Layouts(operator) as step:
+            traced.module(*traced.fresh_inputs())
+        with _Layouts(operator) as rehearsed:
+            assert difference(traced.module, traced.module, traced.inputs) is None
+        (wanted,) = step.found
+        assert len(rehearsed.found) > 3
+        assert all(found == wanted for found in rehearsed.found)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "a filter of one point in channels_last": lambda x: x.reshape(6, 4, 1, 1).as_strided((6, 4, 1, 1), (4, 1, 4, 4)),
+    "transposed": lambda x: x.t(),
+    "a part": lambda x: x[1:, ::2],
+    "expanded": lambda x: x[:1].expand(5, 4),
+    "windows": lambda x: x.reshape(-1).unfold(0, 6, 2),
+    "empty": lambda x: x[:0],
+    "one number": lambda x: x[0, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_numbers_are_put_off_where_they_lie(name: str, dtype: torch.dtype) -> None:
+    tensor = LAYOUTS[name]((torch.rand(6, 4) + 1).to(dtype))
+    before = tensor.clone()
+    found = off_by(0.25, tensor, torch.Generator().manual_seed(0))
+    assert (found.size(), found.stride(), found.dtype) == (tensor.size(), tensor.stride(), tensor.dtype)
+    assert torch.equal(tensor, before)
+    assert tensor.numel() < 2 or not torch.equal(found, tensor)
+    assert ((found - tensor).abs() <= 0.26 * tensor.abs()).all()
+    if name == "expanded":
+        assert torch.equal(found, found[:1].expand_as(found)), "elements that share memory are one number"
+
+
+def test_integers_stay_as_they_are() -> None:
+    indices = torch.randint(5, (3, 4))
+    assert off_by(0.25, indices, torch.Generator()) is indices
