@@ -25,6 +25,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "device": (),  # what this machine can do
     "native": (),
     "graph": (),
+    "numerics": (),
     "plan": ("graph",),
     "timing": ("device",),
     "kernels": ("device", "timing"),
@@ -41,6 +42,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "device",
         "native",
         "graph",
+        "numerics",
         "plan",
         "timing",
         "capture",

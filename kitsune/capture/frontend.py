@@ -168,20 +168,19 @@ class GuardedFunction:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
 
-    def graph_of(self, *args: Any) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
-        """The graph that a call would run, and its flat tensors. The call ends there: no Python object is changed.
+    def through(self, run: Run, *args: Any) -> Any:
+        """As a call, effects on Python objects included, but that `run` answers in place of the captured graph.
+
+        What `run` returns is not completed by `results`.
 
         Raises:
             RefusedError: as a call.
         """
-        self._thread.ends_early = True
+        self._thread.instead = run
         try:
-            self(*args)
-        except _EndedEarly as ended:
-            return ended.graph, ended.flat
+            return self(*args)
         finally:
-            self._thread.ends_early = False
-        raise AssertionError("a call without its graph raises")
+            self._thread.instead = None
 
     def results(self, outputs: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What the call returns, with the views of what its graph has given for `flat`."""
@@ -205,22 +204,15 @@ class GuardedFunction:
         if self.stale or run is None:
             raise RefusedError(_CHANGED, passing=True)
         assert self._graph is not None
-        if getattr(self._thread, "ends_early", False):
-            raise _EndedEarly(self._graph, flat)
+        instead: Run | None = getattr(self._thread, "instead", None)
+        if instead is not None:
+            return instead(self._graph, flat)
         return self.results(run(self._graph, flat), flat)
 
     def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
         self._graph, self._ends = graph, take_views(graph)
-
-
-class _EndedEarly(Exception):
-    """A call has come as far as to its graph, which is not to be run."""
-
-    def __init__(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.graph, self.flat = graph, flat
 
 
 class _Direct:

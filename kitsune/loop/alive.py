@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from kitsune.loop.accumulation import Accumulators
-from kitsune.loop.verifying import tensors_of
+from kitsune.loop.verifying import is_comparable, tensors_of
 
 _HELPERS: tuple[type[object], ...] = (LRScheduler, torch.amp.GradScaler, Accumulators)
 
@@ -52,7 +52,7 @@ def find_alive(modules: Sequence[torch.nn.Module], optimizers: Sequence[torch.op
     owned = {id(param) for one in every for group in one.param_groups for param in group["params"]}
     trained = [module for module in outermost if _is_trained(module, owned)]
     wanted = [*tensors_of(trained, every, owners).values(), *_buffers_in_training(outermost)]
-    taken = {id(tensor) for tensor in wanted if _is_plain(tensor)}
+    taken = {id(tensor) for tensor in wanted if is_comparable(tensor)}
     taken.update(map(id, tensors_of(modules, optimizers).values()))
     named = tensors_of([*modules, *outermost], every, owners)
     return Alive(
@@ -115,14 +115,3 @@ def _outermost(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
 
 def _has_version(tensor: Tensor) -> bool:
     return not (torch.nn.parameter.is_lazy(tensor) or tensor.is_inference())
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be copied and compared, each in a place of its own."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
-        return False
-    if tensor.layout is not torch.strided:
-        return tensor.is_sparse and not tensor.is_inference()
-    if tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize < 2):
-        return False
-    return all(stride != 0 or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -30,7 +30,8 @@ class StepComparison:
         self.loss: Tensor | None = None
         self._spec, self._accumulators, self._device = spec, accumulators, device
         self._tensors = _tensors(spec, accumulators)
-        self._state, self._mark = State(self._tensors, device), accumulators.mark()
+        roots = (("the model", spec.module), ("the loss", spec.loss))
+        self._state, self._mark = State(self._tensors, device, roots), accumulators.mark()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -53,7 +54,7 @@ class StepComparison:
             if replayed is None:
                 return None
             flat = replayed.flat
-            return self._results(replayed.outputs[0])
+            return self._results(replayed.output)
 
         def plain() -> Results:
             self._accumulators.return_to(self._mark)

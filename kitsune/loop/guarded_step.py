@@ -20,6 +20,9 @@ from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
+RunApart = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+"""What stood for a graph's tensors, and its outputs."""
+
 _T = TypeVar("_T")
 
 _GAVE_WAY = Refusal("its graphs had given way to those of other signatures, of which max_graphs are kept")
@@ -29,16 +32,14 @@ class ReplayedApart(NamedTuple):
     """A replay of a call that nobody has got to see.
 
     Attributes:
-        graph: what Dynamo has recorded of the function, and the views that are taken of its outputs.
+        output: what the call has returned.
         flat: the graph's tensors.
         inputs: the same, or what stands for them, outside of the user's autograd graph.
-        outputs: of the replay, computed from `inputs`.
     """
 
-    graph: Callable[..., Sequence[torch.Tensor]]
+    output: Any
     flat: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
 
 
 class GuardedStep(ABC):
@@ -82,17 +83,40 @@ class GuardedStep(ABC):
         return self._try(lambda guarded: guarded(args, kwargs))
 
     def replay_apart(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ReplayedApart | None:
-        """Replays a call up to the tensors that it returns: what Python does beside is left out. None as `replay`."""
+        """Replays a call, with all that it does to Python objects, for nobody to go back from. None as `replay`."""
 
-        def run(guarded: GuardedFunction) -> ReplayedApart:
-            replayed = self._run_apart(*guarded.graph_of(args, kwargs))
+        def replay(guarded: GuardedFunction) -> ReplayedApart:
+            given: list[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = []
 
-            def graph(*flat: torch.Tensor) -> Sequence[torch.Tensor]:
-                return guarded.results(replayed.graph(*flat), flat)
+            def run(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+                inputs, outputs = self._run_apart(graph, flat)
+                given[:] = [(flat, inputs)]
+                return guarded.results(outputs, inputs)
 
-            return replayed._replace(graph=graph, outputs=guarded.results(replayed.outputs, replayed.inputs))
+            output = guarded.through(run, args, kwargs)
+            return ReplayedApart(output, *given[0])
 
-        return self._try(run)[1]
+        return self._try(replay)[1]
+
+    def run_on(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        stand_in: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> Any:
+        """The output of a call that can be replayed, as its graph gives it operator by operator for other tensors.
+
+        Args:
+            stand_in: makes these from those of the graph.
+        """
+        guarded = self._guarded
+        assert guarded is not None
+
+        def run(graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            inputs = stand_in(flat)
+            return guarded.results(graph(*inputs), inputs)
+
+        return guarded.through(run, args, kwargs)
 
     def describe(self) -> tuple[str, str]:
         """The mode of the latest call and its reason, as a `Status` gives them."""
@@ -109,9 +133,9 @@ class GuardedStep(ABC):
     def _run(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Replays a call whose forward pass is `graph(*flat)`, capturing it first where needed; returns its outputs."""
 
-    def _run_apart(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> ReplayedApart:
-        """As `_run`, of a call whose outputs nobody gets."""
-        return ReplayedApart(graph, flat, flat, self._run(graph, flat))
+    def _run_apart(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> RunApart:
+        """As `_run`, of a call whose outputs nobody gets; and what stood for `flat`."""
+        return flat, self._run(graph, flat)
 
     @abstractmethod
     def _drop(self) -> None:

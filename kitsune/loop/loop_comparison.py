@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from kitsune.capture.trace import same_layout
 from kitsune.execution.in_order import with_copies
 from kitsune.loop.alive import Alive
 from kitsune.loop.guarded_step import Call
-from kitsune.loop.places import Places
 from kitsune.loop.rounding import change
-from kitsune.loop.split_step import SplitStep
+from kitsune.loop.split_step import SplitStep, leaves_of
 from kitsune.loop.update_step import UpdateStep
-from kitsune.loop.verifying import Results, State, compare, distance, put_off, spread, tensors_of
+from kitsune.loop.verifying import Results, State, compare, is_comparable, put_off, spread, tensors_of
 from kitsune.verification import Difference
 
 _EPS = torch.finfo(torch.float32).eps
@@ -28,11 +28,12 @@ _EPS = torch.finfo(torch.float32).eps
 class CallComparison:
     """One comparison of a module's call, with its gradients for random gradients of its outputs.
 
-    The module is called once, and nobody but the user goes back from its outputs. All else runs the graph that Dynamo
-    has recorded of it, on copies, and takes the gradients of that for plain PyTorch's.
+    The measure is the module itself, called as plain PyTorch and differentiated by autograd: nothing of it comes from
+    the capture. That call and all others but the last are undone, with what they do to Python objects; the last one is
+    the user's. Hooks of parameters and arguments, which belong to the user's backward pass, run in that alone.
 
     Attributes:
-        output: of the call.
+        output: of the last call.
     """
 
     def __init__(self, step: SplitStep, eager: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -40,76 +41,89 @@ class CallComparison:
         self._step, self._eager, self._args, self._kwargs = step, eager, args, kwargs
         tensors = tensors_of([step.module])
         self._device = next(iter(tensors.values())).device
-        self._state = State(tensors, self._device)
-        self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self._inputs: dict[str, Tensor] = {}  # of the graph
-        self._graph: Callable[..., Sequence[Tensor]] | None = None
-        self._exact: Results = {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = set(map(id, tensors.values()))
+        inputs = {f"argument {place}": leaf for place, leaf in enumerate(given) if id(leaf) not in known}
+        written = {name: tensor for name, tensor in inputs.items() if is_comparable(tensor)}
+        roots = (("the model", step.module), ("the arguments", (args, kwargs)))
+        self._state = State({**written, **tensors}, self._device, roots)
+        self._names = {id(tensor): name for name, tensor in (*inputs.items(), *tensors.items())}
+        self._wanted: dict[str, Tensor] = {}  # of the graph's tensors, those that get a gradient
 
     def differences(self) -> list[Difference] | None:
-        """See `compare`; None where the call cannot be replayed."""
-        return compare(self._state, self._replay, self._plain, self._step.rounding, lambda: spread(self._run_graph))
+        """See `compare`; None where the call cannot be replayed. Afterwards `output` is there, unless it is None."""
+        with self._state.undone():
+            found = compare(
+                self._state, self._replay, self._plain, self._step.rounding, lambda: spread(self._run_graph)
+            )
+        torch.clear_autocast_cache()  # of casts whose backward pass has run
+        if found is not None:
+            self.output = self._eager(self._args, self._kwargs)
+        return found
 
     def _replay(self) -> Results | None:
         replayed = self._step.replay_apart(self._args, self._kwargs)
         if replayed is None:
             return None
-        self._graph = replayed.graph
-        names = [self._names.get(id(tensor), f"input {place}") for place, tensor in enumerate(replayed.flat)]
-        self._inputs = dict(zip(names, replayed.inputs, strict=True))
-        return self._results(self._inputs, replayed.outputs)
+        names = [self._names.get(id(tensor), f"tensor {place}") for place, tensor in enumerate(replayed.flat)]
+        self._wanted = {name: one for name, one in zip(names, replayed.flat, strict=True) if one.requires_grad}
+        inputs = dict(zip(names, replayed.inputs, strict=True))
+        return self._results({name: inputs[name] for name in self._wanted}, replayed.output)
 
     def _run_graph(self, seed: int | None) -> Results:
         """See `spread`."""
-        assert self._graph is not None
-        values = [tensor.detach() for tensor in self._inputs.values()]
-        copies = with_copies(values, range(len(values)))
-        if seed is not None:
-            put_off(copies, self._step.rounding(), seed)
-        before = [tensor.clone() for tensor in copies]
-        given = {
-            name: one.detach().requires_grad_(tensor.requires_grad)
-            for (name, tensor), one in zip(self._inputs.items(), copies, strict=True)
-        }
-        with regions_left(), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            results = self._results(given, self._graph(*given.values()))
-        if seed is None:
-            self._exact = results
-        return {**results, **dict(zip(given, map(change, before, copies), strict=True))}
+        copies: list[Tensor] = []
+        before: list[Tensor] = []
+        names: list[str] = []
+        given: dict[str, Tensor] = {}
+
+        def stand_in(flat: Sequence[Tensor]) -> list[Tensor]:
+            """Copies of a graph's tensors, a little off; also kept by name, with what they were."""
+            copies[:] = with_copies([tensor.detach() for tensor in flat], range(len(flat)))
+            if seed is not None:
+                put_off(copies, self._step.rounding(), seed)
+            before[:] = [one.clone() for one in copies]
+            names[:] = [self._names.get(id(tensor), f"tensor {place}") for place, tensor in enumerate(flat)]
+            pairs = zip(copies, flat, strict=True)
+            inputs = [one.detach().requires_grad_(tensor.requires_grad) for one, tensor in pairs]
+            given.update({name: one for name, one in zip(names, inputs, strict=True) if name in self._wanted})
+            return inputs
+
+        with self._state.undone(), regions_left(), torch.compiler.set_stance("default"):
+            results = self._results(given, self._step.run_on(self._args, self._kwargs, stand_in))
+        return {**results, **dict(zip(names, map(change, before, copies), strict=True))}
 
     def _plain(self) -> Results:
-        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self.output = self._eager(self._args, self._kwargs)
-        return {**self._exact, **_matched(self._exact, _made_since(first, self.output))}
+        output = self._eager(self._args, self._kwargs)
+        with _without_hooks(self._wanted.values()):
+            return self._results(self._wanted, output)
 
-    def _results(self, inputs: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The outputs of a run, and gradients of what it started from."""
-        roots = [output for output in outputs if output.requires_grad]
+    def _results(self, wanted: Mapping[str, Tensor], output: Any) -> dict[str, Tensor]:
+        """The tensors in the output of a run, and gradients of what it started from."""
+        leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        roots = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
         tangents = [_tangent(root, index) for index, root in enumerate(roots)]
-        wanted = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
         autocast = self._step.autocast
-        with torch.autocast(self._device.type, dtype=autocast, enabled=autocast is not None):
-            grads = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
-        named: Iterable[tuple[str, Tensor | None]] = zip(wanted, grads, strict=True)
-        given = {f"output {index}": output.detach() for index, output in enumerate(outputs)}
+        grads: Sequence[Tensor | None] = ()
+        if roots and wanted:
+            with torch.autocast(self._device.type, dtype=autocast, enabled=autocast is not None):
+                grads = torch.autograd.grad(roots, list(wanted.values()), tangents, allow_unused=True)
+        named: Iterable[tuple[str, Tensor | None]] = zip(wanted, grads, strict=False)
+        given = {f"output {index}": leaf.detach().clone() for index, leaf in enumerate(leaves)}
         return {**given, **{f"{name}.grad": grad.to_dense() for name, grad in named if grad is not None}}
 
 
-def _made_since(first: int, output: Any) -> list[Tensor]:
-    """The tensors of `output` that autograd goes back from to operators later than the `first`."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if (node := leaf.grad_fn) is not None and node._sequence_nr() >= first]
-
-
-def _matched(exact: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`leaves`, which a module has returned, by the names of what they are nearest to of what its graph does."""
-    found: dict[str, Tensor] = {}
-    for index, leaf in enumerate(leaves):
-        apart = {name: distance(value, leaf) for name, value in exact.items() if name.startswith("output ")}
-        name = min(apart, key=apart.__getitem__, default="")
-        is_there = bool(apart) and exact[name].shape == leaf.shape
-        found[name if is_there else f"output {index} of the module"] = leaf
-    return found
+@contextmanager
+def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within, hooks of these tensors do not run."""
+    kept = [(hooks, dict(hooks)) for one in tensors if (hooks := one._backward_hooks)]
+    try:
+        for hooks, _ in kept:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, content in kept:
+            hooks.update(content)
 
 
 def _tangent(root: Tensor, seed: int) -> Tensor:
@@ -167,8 +181,11 @@ def iteration_differences(
         See `compare`; and the names of what else was written to, which is not as it was.
     """
     leaves = {name: tensor for name, tensor in alive.tensors.items() if tensor.is_leaf}
-    places = Places(alive.modules, alive.owners, leaves.values())
-    state = State(alive.tensors, device)
+    gradients = [(tensor, tensor.grad) for tensor in leaves.values()]
+    modules = ((f"module {index}" if index else "the model", one) for index, one in enumerate(alive.modules))
+    owners = ((type(one).__name__, one) for one in alive.owners)
+    roots = (*modules, *owners, ("the iteration", iteration))
+    state = State(alive.tensors, device, roots, left_out=alive.others.values())
     versions = {name: tensor._version for name, tensor in alive.others.items()}
 
     def results(returned: Any) -> Results:
@@ -178,7 +195,8 @@ def iteration_differences(
         return {**{f"result {index}": one for index, one in enumerate(given)}, **present}
 
     def run(call: Callable[[], Any]) -> Results:
-        places.restore(copies=True)
+        for tensor, grad in gradients:
+            tensor.grad = None if grad is None else grad.clone()  # these may be added to
         torch.clear_autocast_cache()  # of casts of what has been written to since
         return results(call())
 
@@ -194,5 +212,6 @@ def iteration_differences(
         with state.undone():
             found = compare(state, lambda: run(iteration), lambda: run(paused), eps, lambda: spread(run_apart)) or []
     finally:
-        places.restore(copies=False)
+        for tensor, grad in gradients:
+            tensor.grad = grad
     return found, [name for name, tensor in alive.others.items() if tensor._version != versions[name]]

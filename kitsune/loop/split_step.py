@@ -28,7 +28,7 @@ from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.fusing import Fusing
-from kitsune.loop.guarded_step import Call, GuardedStep, ReplayedApart
+from kitsune.loop.guarded_step import Call, GuardedStep, RunApart
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
@@ -118,7 +118,7 @@ class SplitStep(GuardedStep):
         """
         if self.chooser.settled:
             return
-        for leaf in _leaves(output):
+        for leaf in leaves_of(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(self._on_eager_backward)
 
@@ -275,9 +275,9 @@ class SplitStep(GuardedStep):
         self._flat = flat
         return self._prepared(graph, flat).call(flat)
 
-    def _run_apart(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> ReplayedApart:
+    def _run_apart(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> RunApart:
         apart = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in flat]
-        return ReplayedApart(graph, flat, apart, self._prepared(graph, flat).call_now(apart).outputs())
+        return apart, self._prepared(graph, flat).call_now(apart).outputs()
 
     def _prepared(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> CallGraphs:
         """The graphs of a call, recorded where needed."""
@@ -463,12 +463,12 @@ def _other_autocast() -> Refusal:
     )
 
 
-def _leaves(output: Any) -> list[Any]:
+def leaves_of(output: Any) -> list[Any]:
     """The tensors of an output, in dataclasses too."""
     leaves = []
     for leaf in pytree.tree_leaves(output):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves += [one for field in dataclasses.fields(leaf) for one in _leaves(getattr(leaf, field.name))]
+            leaves += [one for field in dataclasses.fields(leaf) for one in leaves_of(getattr(leaf, field.name))]
         else:
             leaves.append(leaf)
     return leaves

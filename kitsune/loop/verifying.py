@@ -13,24 +13,30 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from kitsune.graph.dataflow import storage_of
 from kitsune.loop.places import containers, members
 from kitsune.loop.rounding import change, doubled, norm, off_by, unit, unit_of_loss
+from kitsune.numerics.python_state import Contents, PythonState, changes
 from kitsune.verification import Difference
 
 # Of runs that start a little apart, by which to tell what rounding explains; it may make more of it than a few show.
 _DRAWS = 2
 _TIMES = 10.0
 
+_LEAST = 1e-30
+
 Results = Mapping[str, Tensor]
 """What a run gives to its caller, by name."""
 
 
 class Saved(NamedTuple):
-    """The values of a `State` at some moment."""
+    """A `State` at some moment: copies of its tensors, the memory that they had, generators, and Python objects."""
 
     values: dict[str, Tensor]
+    memory: dict[str, Tensor]
     random: list[Tensor]
     random_of_python: tuple[Any, ...]
+    objects: Contents
 
 
 class Left(NamedTuple):
@@ -39,28 +45,56 @@ class Left(NamedTuple):
     tensor: Tensor
     unit: float
 
+    def size(self) -> float:
+        """The norm, and no less than what is lost; never zero."""
+        return max(norm(self.tensor), self.unit, _LEAST)
+
+
+class Outcome(NamedTuple):
+    """What a run has left: numbers, by name, and Python objects."""
+
+    numbers: dict[str, Left]
+    objects: Contents
+
 
 class State:
-    """The tensors that a step may write, by name, and the generators of random numbers.
+    """What a step may change: tensors, by name, generators of random numbers, and Python objects.
 
     Args:
-        tensors: are written in place only.
+        tensors: those that are known to be written.
         device: whose generator is meant, beside the host's.
+        roots: objects, by name, from which all others are reached that the step may change; tensors that they hold are
+            meant, too.
+        left_out: but for these, of which there are no copies.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self._tensors, self._device = dict(tensors), device
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        roots: Iterable[tuple[str, object]] = (),
+        left_out: Iterable[Tensor] = (),
+    ) -> None:
+        self._objects = PythonState(roots)
+        known = set(map(id, (*tensors.values(), *left_out)))
+        held = self._objects.save().tensors.values()
+        beside = {name: tensor for name, tensor in held if id(tensor) not in known and is_comparable(tensor)}
+        self._tensors, self._device = {**beside, **tensors}, device
 
     def save(self) -> Saved:
         """All values, in memory of their own."""
         values = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
-        return Saved(values, self._random(), random.getstate())
+        memory = {name: tensor.detach() for name, tensor in self._tensors.items()}
+        return Saved(values, memory, self._random(), random.getstate(), self._objects.save())
 
     def load(self, saved: Saved) -> None:
         """Puts back what is not as it was."""
+        self._objects.load(saved.objects)
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 value = saved.values[name]
+                if not tensor.is_sparse and storage_of(tensor) != storage_of(saved.memory[name]):
+                    tensor.data = saved.memory[name]
                 if tensor.is_sparse:  # by itself: what is detached has coordinates of its own
                     tensor.copy_(value)
                 elif not torch.equal(tensor, value):
@@ -85,20 +119,20 @@ class State:
             finally:
                 self.load(saved)
 
-    def left_since(self, saved: Saved, results: Results, eps: float) -> dict[str, Left]:
-        """What a run from there has returned, what it has changed of each tensor, and of the generators."""
+    def left_since(self, saved: Saved, results: Results, eps: float) -> Outcome:
+        """What a run from there has returned, what it has changed of each tensor and of the generators, and objects."""
         given = {
             name: Left(value.detach().clone(), unit(value) if name.endswith(".grad") else unit_of_loss(value, eps))
             for name, value in results.items()
         }
         pairs = self._pairs(saved).items()
-        changes = {name: Left(change(before, after), unit(before)) for name, (before, after) in pairs}
+        changed = {name: Left(_change(before, after), unit(before)) for name, (before, after) in pairs}
         generators = Left(torch.cat([state.double() for state in self._random()]), 0.0)
-        return {**given, **changes, "random numbers": generators}
+        return Outcome({**given, **changed, "random numbers": generators}, self._objects.save(beside=saved.objects))
 
     def changes_since(self, saved: Saved) -> dict[str, Tensor]:
         """What is added to each tensor."""
-        return {name: change(before, after) for name, (before, after) in self._pairs(saved).items()}
+        return {name: _change(before, after) for name, (before, after) in self._pairs(saved).items()}
 
     def _pairs(self, saved: Saved) -> dict[str, tuple[Tensor, Tensor]]:
         """The numbers of each tensor, before and after."""
@@ -117,6 +151,11 @@ def put_off(tensors: Iterable[Tensor], eps: float, seed: int) -> None:
             if tensor.dim() and not tensor.is_sparse:
                 new = torch.Generator(tensor.device).manual_seed(seed)
                 tensor.copy_(off_by(eps, tensor, generators.setdefault(tensor.device, new)))
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """What is added to each number; all of `after` where that has other sizes."""
+    return change(before, after) if before.shape == after.shape else after
 
 
 def _numbers(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,22 +246,28 @@ def compare(
         return None
     with torch.compiler.set_stance("force_eager"):  # what is compiled rounds in other places
         allowed = apart()
-        return _differences(found, state.left_since(before, eager(), eps()), allowed)
+        return _differences(before.objects, found, state.left_since(before, eager(), eps()), allowed)
 
 
-def _differences(
-    found: Mapping[str, Left], expected: Mapping[str, Left], apart: Mapping[str, float]
-) -> list[Difference]:
-    differences = []
-    for name in dict.fromkeys((*found, *expected)):
-        one, other = found.get(name), expected.get(name)
+def _differences(before: Contents, found: Outcome, expected: Outcome, apart: Mapping[str, float]) -> list[Difference]:
+    of_objects = changes(before, found.objects, expected.objects)
+    differences = [Difference(name, math.inf, 0.0) for name in of_objects.names]
+    relative = max(
+        (most / one.size() for name, most in apart.items() if (one := expected.numbers.get(name))), default=0
+    )
+    for name, (tensor, another) in of_objects.numbers.items():
+        error, allowed = distance(tensor, another), _TIMES * relative * norm(another) + unit(another)
+        if error and not error <= allowed:
+            differences.append(Difference(name, error, allowed))
+    for name in dict.fromkeys((*found.numbers, *expected.numbers)):
+        one, other = found.numbers.get(name), expected.numbers.get(name)
         if one is None or other is None:  # a gradient, say, that only one of the runs has left
             differences.append(Difference(name, math.inf, 0.0))
             continue
         error, allowed = distance(one.tensor, other.tensor), _TIMES * apart.get(name, 0.0) + other.unit
         if error and not error <= allowed:  # which is NaN where numbers overflow
             differences.append(Difference(name, error, allowed))
-    return sorted(differences, key=lambda one: one.error / max(one.allowed, 1e-30), reverse=True)
+    return sorted(differences, key=lambda one: one.error / max(one.allowed, _LEAST), reverse=True)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -231,3 +276,14 @@ def distance(one: Tensor, other: Tensor) -> float:
         return math.inf
     same = (one == other) | (one.isnan() & other.isnan())
     return norm(torch.where(same, 0.0, doubled(one) - doubled(other)))
+
+
+def is_comparable(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor can be copied and compared, each in a place of its own."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta:
+        return False
+    if tensor.layout is not torch.strided:
+        return tensor.is_sparse and not tensor.is_inference()
+    if tensor.is_quantized or (tensor.is_floating_point() and tensor.dtype.itemsize < 2):
+        return False
+    return all(stride != 0 or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -380,18 +380,18 @@ def test_what_the_model_does_to_python_objects_is_done_once(
 
 
 def test_what_went_before_the_graph_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module itself is the measure of outputs, where Dynamo's graph is not what it does."""
-    of_graph = GuardedFunction.graph_of
+    """The module itself is the measure of outputs and gradients, where Dynamo's graph is not what it does."""
+    through = GuardedFunction.through
 
-    def wrong(guarded: GuardedFunction, *args: Any) -> Any:
-        (x,), kwargs = args
-        return of_graph(guarded, (x * 1.5,), kwargs)
+    def wrong(guarded: GuardedFunction, run: Any, args: Any, kwargs: Any) -> Any:
+        (x,) = args
+        return through(guarded, run, (x * 1.5,), kwargs)
 
-    monkeypatch.setattr(GuardedFunction, "graph_of", wrong)
+    monkeypatch.setattr(GuardedFunction, "through", wrong)
     plain, spoilt = Training("eager", *BUILDS["adam"]()), Training("drop_in", *BUILDS["adam"](), verify=1)
     assert plain.run(6) == spoilt.run(6)
     (refusal,) = [one for one in spoilt.status().refusals if "differed" in one]
-    assert "output 0" in refusal
+    assert "first.bias.grad: off by" in refusal
 
 
 @pytest.mark.parametrize("verified", ["generator", "critic"])

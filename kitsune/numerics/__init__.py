@@ -1,0 +1,1 @@
+"""What two runs leave behind, saved, put back and compared."""
