@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+from tests.kitsune.differential.peculiar import change_all
 from tests.kitsune.training import Training
 
 
@@ -152,6 +153,20 @@ def _evaluation_mode(loop: Loop) -> None:
     loop.training.model.train(not loop.training.model.training)
 
 
+def _call_frozen(loop: Loop) -> None:
+    """As loops do that train one of two models at a time."""
+    frozen = [param for param in loop.training.model.parameters() if param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(False)
+    loop.notes["frozen"] = loop.training.model(loop.test_batch).clone()
+    for param in frozen:
+        param.requires_grad_(True)
+
+
+def _change_layers(loop: Loop) -> None:
+    change_all(loop.training.model)
+
+
 BEFORE: dict[str, Action] = {
     "evaluate": _evaluate,
     "average": _average,
@@ -170,6 +185,8 @@ BEFORE: dict[str, Action] = {
     "copy": _copy,
     "forward_only": _forward_only,
     "evaluation_mode": _evaluation_mode,
+    "call_frozen": _call_frozen,
+    "change_layers": _change_layers,
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.kitsune.differential.actions import AT_TIMES, BEFORE, IN_THE_LOOP, MORE_GROUPS, WITH_SCALER
+from tests.kitsune.differential.peculiar import PECULIAR, WITH_STATE
 from tests.kitsune.differential.programs import CYCLING, LAYERS, NESTED, SCHEDULERS, Layer, Program, shares_weights
 
 
@@ -40,7 +41,8 @@ def programs(draw: st.DrawFn, form: str) -> Program:
     if scaler is not None and in_a_loop and draw(st.booleans()):
         events.append((draw(st.integers(2, iterations - 1)), "overflow"))
     micro_batches = draw(st.sampled_from((1, 1, 1, 2, 3, 4)))
-    sizes = ("constant", "constant", "smaller last", "alternating") + (("ragged",) if micro_batches > 1 else ())
+    sizes = ("constant", "constant", "smaller last", "alternating", "in turn")
+    sizes += ("ragged",) if micro_batches > 1 else ()
     layers = tuple(draw(st.lists(_layers(), max_size=4)))
     losses = draw(st.lists(st.sampled_from(("cross_entropy", "smoothed", "mse")), min_size=1, max_size=2, unique=True))
     # In a loop, the gradient of a shared weight with a penalty has three terms, and a replay adds up the model's first.
@@ -70,7 +72,7 @@ def programs(draw: st.DrawFn, form: str) -> Program:
         habits=tuple(draw(st.lists(st.sampled_from(sorted(names - AT_TIMES)), max_size=2, unique=True))),
         events=tuple(sorted(set(events))),
         iterations=iterations,
-        max_graphs=draw(st.sampled_from((8, 8, 8, 1))),
+        max_graphs=draw(st.sampled_from((8, 8, 8, 2, 1))),
         defer_loss=draw(st.sampled_from((True, True, False))) if in_a_loop else False,
         static_memory=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
@@ -78,10 +80,16 @@ def programs(draw: st.DrawFn, form: str) -> Program:
 
 
 def _layers() -> st.SearchStrategy[Layer]:
-    simple = st.sampled_from(["tied", *LAYERS])
+    plain = st.sampled_from(["tied", *LAYERS])
+    simple = plain | plain | plain | st.sampled_from(sorted(PECULIAR))
     several = st.lists(simple, min_size=1, max_size=3)
     nested = st.tuples(st.sampled_from(NESTED), several).map(lambda drawn: (drawn[0], *drawn[1]))
-    return simple | simple | nested
+    return simple | simple | nested.filter(lambda layer: not _keeps_state_in_checkpoint(layer))
+
+
+def _keeps_state_in_checkpoint(layer: Layer) -> bool:
+    """What a call keeps is kept again where a checkpoint calls it again."""
+    return layer[0] == "checkpoint" and not WITH_STATE.keys().isdisjoint(layer[1:])
 
 
 @st.composite

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.kitsune.differential import programs
 from tests.kitsune.differential.actions import AFTER_BACKWARD, AFTER_FORWARD, BEFORE, Action
+from tests.kitsune.differential.peculiar import numbers_of
 from tests.kitsune.differential.programs import Program
 from tests.kitsune.training import Observation, Training
 
@@ -133,7 +134,15 @@ class Run:
         if self.skipped:
             exact = {}
             self.skipped_first |= self.num_updates == 0
-        seen = Seen({**self.training.observe(torch.stack(losses)), **self.notes, **self._numbers()}, exact)
+        seen = Seen(
+            {
+                **self.training.observe(torch.stack(losses)),
+                **self.notes,
+                **self._numbers(),
+                **numbers_of(self.training.model),
+            },
+            exact,
+        )
         if self.program.zero == "after":
             self._zero()
         if self.scheduler is not None:

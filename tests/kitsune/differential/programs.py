@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.kitsune.differential.actions import CONSTANTS
+from tests.kitsune.differential.peculiar import PECULIAR
 
 Layer = str | tuple[Any, ...]
 """A name in `LAYERS`, or the name of a way to put layers together (in `NESTED`) followed by them."""
@@ -42,7 +43,8 @@ class Program:
         clip: `"norm"`, `"value"` or None.
         zero: who sets gradients to zero, and when: the optimizer, `"before"` or `"after"` the step or `"between"` the
             forward and the backward pass; or the `"model"`, before the step.
-        sizes: of the batches: `"constant"`, `"smaller last"`, `"alternating"`, or `"ragged"` among the micro-batches.
+        sizes: of the batches: `"constant"`, `"smaller last"`, `"alternating"`, three of them `"in turn"`, or `"ragged"`
+            among the micro-batches.
         habits: names of actions, done in every iteration.
         events: iterations and names of actions, done once.
         max_graphs, defer_loss: the options of Kitsune.
@@ -115,7 +117,10 @@ class Program:
             "smaller last": index % 3 == 2,
             "alternating": index % 2 == 1,
             "ragged": part == self.micro_batches - 1,
+            "in turn": False,
         }
+        if self.sizes == "in turn":
+            return 3 + index % 3
         return 4 if smaller[self.sizes] else 6
 
     def _batch(self, number: int, size: int) -> tuple[Tensor, Tensor]:
@@ -142,6 +147,11 @@ def _flat(layers: tuple[Layer, ...]) -> Iterator[str]:
             yield layer
         else:
             yield from _flat(layer)
+
+
+def peculiar(layers: tuple[Layer, ...]) -> set[str]:
+    """The names of `PECULIAR` layers among them."""
+    return PECULIAR.keys() & {*_flat(layers)}
 
 
 # Models
@@ -234,7 +244,7 @@ def _build(layer: Layer, images: bool, tied: list[nn.Module]) -> nn.Module:
         tied.append(module)
         return module
     if isinstance(layer, str):
-        return LAYERS[layer](images)
+        return PECULIAR[layer]() if layer in PECULIAR else LAYERS[layer](images)
     name, *inner = layer
     module = nn.Sequential(*(_build(part, images, tied) for part in inner))
     if name == "frozen":
