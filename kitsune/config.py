@@ -71,8 +71,9 @@ class Config:
             step, on as many streams as were planned: slower, but tools that look at operators see them. (A step's plan
             with measured times is recorded all the same.) It has an effect on CUDA devices.
         verify: compare the first so many replays of each captured step, by each plan that is tried, with plain PyTorch
-            from the same state, which takes several times as long. What PyTorch does stands; after a difference that
-            rounding does not explain, steps like that one run eagerly.
+            from the same state, which takes several times as long: the model is called several times, and all but the
+            last call is undone. What PyTorch does stands; after a difference that rounding does not explain, steps like
+            that one run eagerly.
     """
 
     mode: Mode = "auto"

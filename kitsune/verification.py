@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -11,8 +12,9 @@ class Difference:
 
     Attributes:
         name: of the tensor: `"loss"`, a parameter's or buffer's name in the model, `"<parameter>.<state>"` of the
-            optimizer, `"<parameter>.grad"`.
-        error: the norm of the difference; of what was changed, where a tensor is changed.
+            optimizer, `"<parameter>.grad"`; or of a Python object that the step changes: `"the model.layer.cache"`.
+        error: the norm of the difference; of what was changed, where a tensor is changed. Infinite where nothing can be
+            subtracted: of other objects, other shapes, and of what only one of both has left.
         allowed: the largest that rounding explains.
         operator: what makes or writes it in the captured graph; None where that is not known.
     """
@@ -24,6 +26,8 @@ class Difference:
 
     def __str__(self) -> str:
         made = "" if self.operator is None else f", made by {self.operator}"
+        if math.isinf(self.error) and self.allowed == 0:
+            return f"{self.name}{made}: not what plain PyTorch leaves there"
         return f"{self.name}{made}: off by {self.error:.3g}, rounding explains {self.allowed:.3g}"
 
 

@@ -66,8 +66,9 @@ class StepComparison:
         )
         if found is None:
             return None
-        operators, ids = step.operators(), {name: id(tensor) for name, tensor in self._tensors.items()}
-        return [dataclasses.replace(one, operator=operators.get(ids.get(one.name, 0))) for one in found]
+        operators = step.operators()
+        ids = {"loss": 0, **{name: id(tensor) for name, tensor in self._tensors.items()}}
+        return [dataclasses.replace(one, operator=operators.get(ids.get(one.name, -1))) for one in found]
 
     def _run_on_copies(self, step: WholeStep, flat: Sequence[Tensor], seed: int | None) -> Results:
         """See `spread`."""

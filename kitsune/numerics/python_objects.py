@@ -28,6 +28,8 @@ _NOT_OPENED = frozenset({"torch", "kitsune", "builtins"})
 _OPENED = frozenset({"collections", "argparse", "types"})
 """Modules of the standard library whose objects hold what users put there."""
 
+_PARTS_OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
+
 _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "__annotations__"})
 
 
@@ -58,6 +60,9 @@ class Holder:
         """The name of a member."""
         if self.aspect in ("attributes", "slots", "class"):
             return f"{self.name}.{key}"
+        owner, _, part = self.name.rpartition(".")
+        if part in _PARTS_OF_MODULES and isinstance(self.subject, dict):
+            return f"{owner}.{key}"
         return f"{self.name}[{key!r}]" if self.aspect == "members" else self.name
 
 
