@@ -9,6 +9,7 @@ from kitsune.memory.prefetch import prefetch as prefetch
 from kitsune.optimizer import KitsuneOptimizer as KitsuneOptimizer
 from kitsune.plan import Plan as Plan
 from kitsune.status import Status as Status
+from kitsune.status_of import status as status
 from kitsune.step import TrainStep as TrainStep
 from kitsune.verification import Difference as Difference
 from kitsune.verification import Verification as Verification

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
 import torch
@@ -72,6 +74,12 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         self._log = RefusalLog("the training loop")
         self._waits = False
         self._loop: DropInLoop | None = DropInLoop(wrapped, self.config, self._log, self._models, self.loss_scale)
+        _alive[next(_numbers)] = self
+
+    @classmethod
+    def alive(cls) -> list[KitsuneOptimizer]:
+        """All that there are and that accelerate a loop, in the order of their making."""
+        return [one for one in _alive.values() if one._loop is not None]
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -196,6 +204,7 @@ class KitsuneOptimizer(torch.optim.Optimizer):
         self._log = RefusalLog("the training loop")
         self._loop = None
         self._waits = True  # a copy that is only kept must not look for modules
+        _alive[next(_numbers)] = self
 
     def __getattr__(self, name: str) -> Any:
         # Hooks and whatever else a particular optimizer has are the wrapped one's.
@@ -206,6 +215,10 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     def _begin(self) -> None:
         self._waits = False
         self._loop = DropInLoop(self._wrapped, self.config, self._log, self._models, self.loss_scale)
+
+
+_alive: weakref.WeakValueDictionary[int, KitsuneOptimizer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _loss_scale(config: Config, optimizer: torch.optim.Optimizer) -> LossScale | None:
@@ -230,6 +243,14 @@ def _models(
     return given
 
 
+def _kind_of(value: object) -> str:
+    """What kind of object a value is: what it is written as may fill many screens."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    number = f" of {len(value)}" if isinstance(value, Sized) else ""
+    return f"an object of type {type(value).__name__}{number}"
+
+
 def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, Any]) -> torch.optim.Optimizer:
     if isinstance(kind, KitsuneOptimizer):
         raise TypeError("the optimizer is a KitsuneOptimizer already")
@@ -238,7 +259,10 @@ def _optimizer(kind: object, params: Iterable[Any] | None, options: dict[str, An
             raise TypeError("params belong to an optimizer class; this is an optimizer, which has its own")
         return kind
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise TypeError(f"expected a torch.optim optimizer or its class, got {kind!r}")
+        raise TypeError(
+            f"expected a torch.optim optimizer, or its class and the parameters, got {_kind_of(kind)}: write "
+            "KitsuneOptimizer(torch.optim.Adam, model.parameters(), lr=1e-3)"
+        )
     if params is None:
         raise TypeError(f"params are missing: KitsuneOptimizer({kind.__name__}, model.parameters(), ...)")
     accepted = inspect.signature(kind).parameters

@@ -45,7 +45,7 @@ class ScheduleTime:
         return f"{self.strategy} on {streams}{fused}{roomy}: predicted {self.predicted_us:.0f} us, {measured}{use}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Status:
     """What Kitsune does with the user's training step at this moment, and why.
 
@@ -117,6 +117,10 @@ class Status:
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Kitsune", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
+    def __repr__(self) -> str:
+        """As it is printed: consoles and notebooks show this."""
+        return str(self)
+
     def _repr_html_(self) -> str:
         """A table, which notebooks show in place of the text."""
         cells = "".join(
@@ -139,7 +143,7 @@ class Status:
         rows += [("schedule", str(schedule)) for schedule in self.schedules]
         if self.memory is not None:
             rows.append(("arenas", str(self.memory)))
-        rows += [("refused", refusal) for refusal in self.refusals]
+        rows += [("left out", refusal) for refusal in self.refusals]
         return [*rows, *(("not in effect", option) for option in self.not_in_effect)]
 
     def _pays_off(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -116,6 +118,17 @@ class TrainStep:
             raise ValueError("the optimizer has no parameter that requires a gradient")
         self._device = device
         self._loop = self._make_loop()
+        _alive[next(_numbers)] = self
+
+    @classmethod
+    def alive(cls) -> list[TrainStep]:
+        """All that there are, in the order of their making."""
+        return list(_alive.values())
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the parameters."""
+        return self._spec.optimizer
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs one step.
@@ -188,6 +201,9 @@ class TrainStep:
             spec = dataclasses.replace(spec, loss=loss)
         return StepLoop(spec, self.config, self._device, self._log)
 
+
+_alive: weakref.WeakValueDictionary[int, TrainStep] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 Loss = Callable[[tuple[Any, ...], Mapping[str, Any]], torch.Tensor]
 

@@ -31,7 +31,7 @@ class Difference:
         return f"{self.name}{made}: off by {self.error:.3g}, rounding explains {self.allowed:.3g}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """Whether a replayed step does what plain PyTorch does.
 
@@ -52,6 +52,10 @@ class Verification:
     def agrees(self) -> bool:
         """Whether a replay was compared, and nothing differed."""
         return self.replayed and not self.differences
+
+    def __repr__(self) -> str:
+        """As it is printed: consoles and notebooks show this."""
+        return str(self)
 
     def __str__(self) -> str:
         if not self.replayed:

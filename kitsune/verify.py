@@ -40,6 +40,6 @@ def verify(
             raise TypeError("a TrainStep has an optimizer of its own: leave optimizer out")
         return step_or_loop.verify(*args, **kwargs)
     if not isinstance(optimizer, KitsuneOptimizer) or not callable(step_or_loop):
-        given = f"{step_or_loop!r} with an optimizer of type {type(optimizer).__name__}"
+        given = f"an object of type {type(step_or_loop).__name__} with an optimizer of type {type(optimizer).__name__}"
         raise TypeError(f"expected a TrainStep, or a function with optimizer=<KitsuneOptimizer>; got {given}")
     return optimizer.verify(partial(step_or_loop, *args, **kwargs))

@@ -55,7 +55,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 LAYERS |= dict.fromkeys(_FACES, (*LAYERS, *_FACES))
-LAYERS["verify"] = tuple(LAYERS)
+LAYERS |= dict.fromkeys(("verify", "status_of"), tuple(LAYERS))
 """For each module or package of `kitsune`, which others it may import; besides these, itself and `_EVERYWHERE`."""
 
 _KITSUNE_REQUIRES = ("torch", "triton")

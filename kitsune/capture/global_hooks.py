@@ -44,6 +44,7 @@ class _Own:
         self._numbers = itertools.count()
         self._handle: RemovableHandle | None = None
         self._num_captures = 0  # one within the other
+        self.absences = 0  # so far
         self._changing = threading.RLock()
 
     @property
@@ -75,6 +76,7 @@ class _Own:
         """Within, it is not there."""
         with self._changing:
             self._num_captures += 1
+            self.absences += 1
             self._settle()
         try:
             yield
@@ -100,6 +102,11 @@ _own = _Own()
 look_at_calls = _own.look
 without_own = _own.away
 is_own_away = _own.is_away
+
+
+def num_absences() -> int:
+    """How often Kitsune's hook has not been there for a while, so that calls in other threads were not seen."""
+    return _own.absences
 
 
 def refuse_global_hooks() -> Refusal | None:

@@ -93,7 +93,7 @@ def _refuse_operator(node: fx.Node) -> Refusal | None:
     if target in _ASSERTIONS:
         return Refusal("the step asserts something of its data", place)
     if target in _HOST_READS:
-        return Refusal("the step reads device data on the host", place, "keep the value in a tensor")
+        return Refusal("the step takes a number out of a tensor (as by .item())", place, "keep the value in a tensor")
     if target in _INDEXING:
         masks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(node))
         return Refusal("indexing with a mask gives a size that depends on data", place) if masks else None

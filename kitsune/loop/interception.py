@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kitsune.capture.data_parallel import begin_unfollowed
 from kitsune.capture.frontend import compiled_inside
-from kitsune.capture.global_hooks import is_own_away, look_at_calls
+from kitsune.capture.global_hooks import is_own_away, look_at_calls, num_absences
 from kitsune.capture.watch import Interceptor, is_compiled
 from kitsune.errors import Refusal
 from kitsune.loop.alive import outermost_modules
@@ -76,6 +76,8 @@ class ModuleFinder:
         self._taker = weakref.ref(taker)
         self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = PATIENCE_STEPS
+        self._absences = num_absences()
+        self._has_passed_over = False  # a call, as something was being traced
         self._given_up: Refusal | None = None
         self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
         self._look_at_compiled()
@@ -97,9 +99,10 @@ class ModuleFinder:
     def count_step(self) -> None:
         """To be called once an iteration: the search ends when nothing more is found for long.
 
-        While a thread captures, calls in others are not seen, or look as if they were traced and are passed over.
+        While a thread captures, calls in others are not seen, or look as if they were traced and are passed over. So
+        iterations in which that may have been do not count.
         """
-        if not self._steps_left or is_own_away() or torch.compiler.is_compiling():
+        if not self._steps_left or self._may_have_missed():
             return
         if self._steps_left == PATIENCE_STEPS:
             self._look_at_compiled()
@@ -107,8 +110,17 @@ class ModuleFinder:
         if not self._steps_left:
             self.stop()
 
+    def _may_have_missed(self) -> bool:
+        """Whether a call may have come unseen since this was asked last."""
+        absences = num_absences()
+        missed = absences != self._absences or self._has_passed_over
+        self._absences, self._has_passed_over = absences, False
+        return missed or is_own_away() or torch.compiler.is_compiling()
+
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._has_passed_over = True
+        else:
             self._examine(module, is_running=True)
 
     def _look_at_compiled(self) -> None:
@@ -172,6 +184,8 @@ class _Takers:
 
 _takers = _Takers()
 
+_IGNORED = "__jit_ignored_attributes__"
+
 
 def _place(module: torch.nn.Module) -> str:
     """The attribute that `module` runs by, if it is there, instead of what its class defines."""
@@ -186,6 +200,20 @@ def _call_of(module: torch.nn.Module) -> Any:
 def _set_call(module: torch.nn.Module, call: Any) -> None:
     """Puts it there. Of `module` alone: wrappers pass on what is set of them to the module inside."""
     torch.nn.Module.__setattr__(module, _place(module), call)
+    _leave_out_of_scripts(module)
+
+
+def _leave_out_of_scripts(module: torch.nn.Module) -> None:
+    """Has `torch.jit.script` pass over what stands in for calls: it would ask for a type, and raise.
+
+    That is so for all modules whose class names none of its attributes, those included that `compile()` has compiled.
+    """
+    kind = next(
+        one for one in type(module).__mro__ if "__jit_ignored_attributes__" in vars(one) or one is torch.nn.Module
+    )
+    ignored = list(vars(kind).get("__jit_ignored_attributes__", ()))
+    if "_compiled_call_impl" not in ignored:
+        kind.__jit_ignored_attributes__ = [*ignored, "_compiled_call_impl"]  # type: ignore[attr-defined]
 
 
 class TakenOver(Interceptor):

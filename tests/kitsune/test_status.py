@@ -63,8 +63,8 @@ def test_the_text() -> None:
             "  setup          1.50 s, pays off after 1001 steps",
             "  graphs         2 held, 40 replays, 3 fallbacks",
             "  arenas         3.0 MiB held, 2.0 MiB in use, 4.0 MiB at most, fragmentation 25%, 3 hits, 2 misses",
-            "  refused        the first",
-            "  refused        the second",
+            "  left out       the first",
+            "  left out       the second",
             "  not in effect  num_streams",
         ]
     )
@@ -75,9 +75,9 @@ def test_the_table_for_notebooks_has_the_rows_of_the_text() -> None:
     status = dataclasses.replace(FULL, refusals=("<b> & others",))
     table = ElementTree.fromstring(status._repr_html_())
     rows = [[cell.text for cell in row] for row in table.iter("tr")]
-    lines = [line.split(maxsplit=1) for line in str(status).splitlines()[1:]]
-    assert ["refused", "<b> & others"] in rows
-    assert [name.split()[0] for name, _ in rows] == [name for name, _ in lines]
+    lines = [line.strip().split("  ", 1) for line in str(status).splitlines()[1:]]
+    assert ["left out", "<b> & others"] in rows
+    assert [name for name, _ in rows] == [name for name, _ in lines]
     assert all(line.endswith(text) for (_, text), (_, line) in zip(rows, lines, strict=True))
 
 

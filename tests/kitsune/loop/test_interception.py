@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kitsune.capture.global_hooks import without_own
-from kitsune.loop.interception import ModuleFinder, TakenOver, call_module
+from kitsune.loop.interception import PATIENCE_STEPS, ModuleFinder, TakenOver, call_module
 from tests.kitsune.training import Net, num_looking
 
 
@@ -149,6 +149,42 @@ def test_the_search_goes_on_while_the_hook_is_away() -> None:
     assert taker.modules == []
     model(X)
     assert taker.modules == [model]
+
+
+def test_iterations_in_which_a_call_may_have_come_unseen_do_not_count() -> None:
+    """As where several threads train: another one captures in the midst of each iteration, and is done at its end."""
+    model, taker = Net(), Taker()
+    finder = ModuleFinder(model.parameters(), taker)
+    for _ in range(3 * PATIENCE_STEPS):
+        with without_own():
+            model(X)
+        finder.count_step()
+    assert taker.modules == []
+    model(X)
+    assert taker.modules == [model]
+
+
+class Annotated(Net):
+    """Names attributes that scripts are to pass over."""
+
+    __jit_ignored_attributes__ = ("note",)
+    note: Any = object()
+
+
+@pytest.mark.support("Libraries", "`torch.jit.script(model)` of a model in training", "replayed")
+@pytest.mark.parametrize("kind", [Net, Annotated])
+def test_a_model_whose_calls_are_taken_over_can_be_scripted(kind: type[Net]) -> None:
+    model, taker = kind(), Taker()
+    finder = ModuleFinder(model.parameters(), taker)
+    model(X)
+    taken = TakenOver(model, taker)
+    assert torch.equal(model(X), 2 * call_module(model, (X,), {}))
+    expected = call_module(model.eval(), (X,), {})
+    assert torch.equal(torch.jit.script(model)(X), expected)
+    assert torch.equal(torch.jit.script(nn.Sequential(model))(X), expected)
+    assert taker.modules == [model]
+    taken.give_back()
+    finder.stop()
 
 
 def test_the_search_gives_up_some_day() -> None:
