@@ -10,6 +10,7 @@ import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,17 +197,28 @@ def _reads_global(code: types.CodeType, name: str) -> bool:
 
 
 class Interceptor(ABC):
-    """What stands in for the call of a module, in the place that `Module.compile` uses, is of this class if it is
-    Kitsune's own; likewise for what `torch.compile` has made the `forward` of a wrapper."""
+    """Stands in for the call of a module, in the place that `Module.compile` uses, or for what `torch.compile` has made
+    the `forward` of a wrapper. What is there is a function, see `interceptor_in`."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answers a call."""
 
     @abstractmethod
     def gives_way(self) -> bool:
         """Gives the calls back if nobody is there any more to answer them; whether it did."""
 
 
-def refuse_interceptor(interceptor: object, place: str = "the model") -> Refusal | None:
-    """None if nobody answers the calls of a module, in which `interceptor` stands in for them, or gives them back."""
-    if not isinstance(interceptor, Interceptor) or interceptor.gives_way():
+def interceptor_in(call: object) -> Interceptor | None:
+    """The interceptor behind what a module is called by, if that is Kitsune's own: a function that names it."""
+    found = getattr(call, "interceptor", None)
+    return found if isinstance(found, Interceptor) else None
+
+
+def refuse_interceptor(call: object, place: str = "the model") -> Refusal | None:
+    """None if nobody answers the calls of a module that is called by `call`, or gives them back."""
+    interceptor = interceptor_in(call)
+    if interceptor is None or interceptor.gives_way():
         return None
     remedy = "give one optimizer all parameters, as groups, or drop the other one"
     return Refusal(f"the calls of {place} are answered for another KitsuneOptimizer", remedy=remedy)
@@ -215,7 +227,7 @@ def refuse_interceptor(interceptor: object, place: str = "the model") -> Refusal
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether `module` is a wrapper made by `torch.compile`, or was compiled in place."""
     call = module._compiled_call_impl
-    return is_wrapper(module) or (call is not None and not isinstance(call, Interceptor))
+    return is_wrapper(module) or (call is not None and interceptor_in(call) is None)
 
 
 def has_compiled_parts(module: torch.nn.Module) -> bool:

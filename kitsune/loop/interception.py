@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kitsune.capture.data_parallel import begin_unfollowed
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.global_hooks import is_own_away, look_at_calls, num_absences
-from kitsune.capture.watch import Interceptor, is_compiled
+from kitsune.capture.watch import Interceptor, interceptor_in, is_compiled
 from kitsune.errors import Refusal
 from kitsune.loop.alive import outermost_modules
 
@@ -77,7 +77,7 @@ class ModuleFinder:
         self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps_left = PATIENCE_STEPS
         self._absences = num_absences()
-        self._has_passed_over = False  # a call, as something was being traced
+        self._has_looked_at_compiled = False  # since there was an iteration
         self._given_up: Refusal | None = None
         self._finalizer = weakref.finalize(taker, look_at_calls(self._on_call))
         self._look_at_compiled()
@@ -102,25 +102,20 @@ class ModuleFinder:
         While a thread captures, calls in others are not seen, or look as if they were traced and are passed over. So
         iterations in which that may have been do not count.
         """
-        if not self._steps_left or self._may_have_missed():
+        if not self._steps_left or is_own_away() or torch.compiler.is_compiling():
             return
-        if self._steps_left == PATIENCE_STEPS:
+        if not self._has_looked_at_compiled:
+            self._has_looked_at_compiled = True
             self._look_at_compiled()
+        if self._absences != num_absences():
+            self._absences = num_absences()
+            return
         self._steps_left -= 1
         if not self._steps_left:
             self.stop()
 
-    def _may_have_missed(self) -> bool:
-        """Whether a call may have come unseen since this was asked last."""
-        absences = num_absences()
-        missed = absences != self._absences or self._has_passed_over
-        self._absences, self._has_passed_over = absences, False
-        return missed or is_own_away() or torch.compiler.is_compiling()
-
     def _on_call(self, module: torch.nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._has_passed_over = True
-        else:
+        if not torch.compiler.is_compiling():
             self._examine(module, is_running=True)
 
     def _look_at_compiled(self) -> None:
@@ -133,7 +128,7 @@ class ModuleFinder:
         found = [module for module in outermost_modules() if is_compiled(module)]
         num_wrappers = Counter(map(compiled_inside, found))
         for module in found:
-            if num_wrappers[compiled_inside(module)] == 1 and not isinstance(_call_of(module), Interceptor):
+            if num_wrappers[compiled_inside(module)] == 1 and interceptor_in(_call_of(module)) is None:
                 self._examine(module, is_running=False)
 
     def _examine(self, module: torch.nn.Module, *, is_running: bool) -> None:
@@ -184,8 +179,6 @@ class _Takers:
 
 _takers = _Takers()
 
-_IGNORED = "__jit_ignored_attributes__"
-
 
 def _place(module: torch.nn.Module) -> str:
     """The attribute that `module` runs by, if it is there, instead of what its class defines."""
@@ -200,20 +193,16 @@ def _call_of(module: torch.nn.Module) -> Any:
 def _set_call(module: torch.nn.Module, call: Any) -> None:
     """Puts it there. Of `module` alone: wrappers pass on what is set of them to the module inside."""
     torch.nn.Module.__setattr__(module, _place(module), call)
-    _leave_out_of_scripts(module)
 
 
-def _leave_out_of_scripts(module: torch.nn.Module) -> None:
-    """Has `torch.jit.script` pass over what stands in for calls: it would ask for a type, and raise.
+def _function_of(interceptor: Interceptor) -> Callable[..., Any]:
+    """Calls `interceptor`, and names it. `torch.jit.script` passes over functions there, and over nothing else."""
 
-    That is so for all modules whose class names none of its attributes, those included that `compile()` has compiled.
-    """
-    kind = next(
-        one for one in type(module).__mro__ if "__jit_ignored_attributes__" in vars(one) or one is torch.nn.Module
-    )
-    ignored = list(vars(kind).get("__jit_ignored_attributes__", ()))
-    if "_compiled_call_impl" not in ignored:
-        kind.__jit_ignored_attributes__ = [*ignored, "_compiled_call_impl"]  # type: ignore[attr-defined]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return interceptor(*args, **kwargs)
+
+    call.interceptor = interceptor  # type: ignore[attr-defined]
+    return call
 
 
 class TakenOver(Interceptor):
@@ -229,12 +218,13 @@ class TakenOver(Interceptor):
 
     def __init__(self, module: torch.nn.Module, taker: CallTaker) -> None:
         before = _call_of(module)
-        self.compiled: Callable[..., Any] | None = before.compiled if isinstance(before, TakenOver) else before
+        earlier = interceptor_in(before)
+        self.compiled: Callable[..., Any] | None = earlier.compiled if isinstance(earlier, TakenOver) else before
         self._owner, self._module = weakref.ref(module), weakref.ref(compiled_inside(module))
         self._taker = weakref.ref(taker)
         self._params = [id(param) for param in module.parameters() if _takers.of(id(param)) is taker]
         self._changes = _takers.changes
-        _set_call(module, self)
+        _set_call(module, _function_of(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
@@ -261,7 +251,7 @@ class TakenOver(Interceptor):
     def give_back(self) -> None:
         """Lets calls be what they were, unless somebody else has taken them over since."""
         owner = self._owner()
-        if owner is not None and _call_of(owner) is self:
+        if owner is not None and interceptor_in(_call_of(owner)) is self:
             _set_call(owner, self.compiled)
 
     def _is_newest(self, taker: CallTaker) -> bool:
