@@ -17,17 +17,18 @@ _FACES = ("step", "optimizer")
 LAYERS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "config": ("errors",),
+    "cache_files": ("errors",),
     "collection": (),
     "background": ("errors",),  # what whoever times or records must know of
     "bucketing": (),
     "status": ("plan", "memory"),  # values: the loop makes them, the faces hand them out
     "verification": (),
     "device": (),  # what this machine can do
-    "native": (),
+    "native": ("cache_files",),
     "graph": (),
     "numerics": (),
     "plan": ("graph",),
-    "timing": ("device",),
+    "timing": ("device", "cache_files"),
     "kernels": ("device", "timing"),
     "capture": ("device", "native", "graph", "kernels"),
     "passes": ("device", "graph", "kernels", "timing"),

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kitsune.cache_files import CacheDirectory, UnsafeCacheError, content
 from kitsune.config import cache_dir
 from kitsune.native.facts import Fact, Facts, PythonFacts
 from kitsune.native.plain_copy import PlainCopy, PythonPlainCopy
@@ -26,8 +27,27 @@ from kitsune.native.plain_copy import PlainCopy, PythonPlainCopy
 _NAME = "kitsune.native._native"
 _FOLDER = Path(__file__).parent
 _TIMEOUT_SECONDS = 60
+_DAY_SECONDS = 86_400.0
+
+_MOST_KEPT = 16
+_LIBRARY_SECONDS = 90 * _DAY_SECONDS
+_LEFTOVER_SECONDS = 3600.0
+"""No build takes so long: what is older is of a process that was killed."""
+
+_FOLDERS = "native-"  # and eight characters
+_KEPT_SECONDS = {
+    "native-*.so": _LIBRARY_SECONDS,
+    "native-*.sha256": _LIBRARY_SECONDS,
+    "native-*.tmp": _LEFTOVER_SECONDS,
+    f"{_FOLDERS}????????": _LEFTOVER_SECONDS,
+}
+_DIGEST_BYTES = 64
+_MOST_BYTES = 64 * 2**20
 
 _log = logging.getLogger("kitsune")
+
+_loaded: set[int] = set()
+"""The descriptors of libraries that were loaded; they stay open."""
 
 
 def facts_type() -> Callable[[Sequence[Fact]], Facts]:
@@ -52,6 +72,8 @@ def _module() -> Any:
         return None
     try:
         return load(directory, compiler)
+    except UnsafeCacheError:  # which has told the user
+        return None
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         _log.info("what is written in C, too, runs in Python, since it could not be built: %s", error)
         return None
@@ -60,29 +82,24 @@ def _module() -> Any:
 def load(directory: Path, compiler: Sequence[str]) -> ModuleType:
     """The module, built in `directory` unless this interpreter finds it there, whole and its user's own.
 
-    Processes may race: files are replaced as a whole, and what was read half old, half new, is built again.
+    The library is opened once: what is loaded is what was checked, whatever has its name by then. Processes may race:
+    files are replaced as a whole, and what was read half old, half new, is built again. Libraries that were not used
+    for long are removed, and what killed builds have left.
 
     Raises:
+        UnsafeCacheError: others could change what is in `directory`.
         OSError, ImportError, subprocess.SubprocessError: it cannot be built, kept or loaded.
     """
     source = b"\0".join(path.read_bytes() for path in _sources("*.[ch]"))
     parts = (sys.version, sysconfig.get_config_var("SOABI"), sysconfig.get_platform(), *compiler)
-    key = hashlib.sha256("\n".join(map(str, parts)).encode() + source).hexdigest()[:24]
-    library = directory / f"native-{key}.so"
-    seal = library.with_suffix(".sha256")
-    if not _is_sound(library, seal, key):
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory, prefix="native-") as folder:
-            built, mark = Path(folder) / library.name, Path(folder) / seal.name
-            _compile(compiler, built)
-            mark.write_text(_digest(built, key))
-            os.replace(built, library)
-            os.replace(mark, seal)
-    spec = spec_from_file_location(_NAME, library, loader=ExtensionFileLoader(_NAME, str(library)))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    key = hashlib.sha256(os.fsencode("\n".join(map(str, parts))) + source).hexdigest()[:24]
+    with CacheDirectory.open(directory, create=True) as kept:
+        library = _found(kept, key)
+        if library is None:
+            library = _built(kept, key, compiler)
+        for pattern, seconds in _KEPT_SECONDS.items():
+            kept.sweep(pattern, most=_MOST_KEPT, most_seconds=seconds)
+    return _import(library)
 
 
 def _compiler() -> Sequence[str] | None:
@@ -91,32 +108,104 @@ def _compiler() -> Sequence[str] | None:
     has_gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
     if sys.platform != "linux" or sys.implementation.name != "cpython" or not has_gil or not headers.exists():
         return None
-    if os.environ.get("CC"):
-        return shlex.split(os.environ["CC"])
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        _log.info("what is written in C, too, runs in Python: CC=%r is no command: %s", os.environ["CC"], error)
+        return None
+    if given:
+        return given
     found = next(filter(None, map(shutil.which, ("gcc", "clang"))), None)
     return None if found is None else [found]
 
 
-def _compile(compiler: Sequence[str], library: Path) -> None:
-    options = ["-std=c99", "-O2", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
-    command = [*compiler, *options, *map(str, _sources("*.c")), "-o", str(library)]
-    subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_SECONDS)
-    library.chmod(0o700)  # nobody else may write what is loaded, whatever the umask is
+def _found(kept: CacheDirectory, key: str) -> int | None:
+    """A descriptor of the library, if it was built here as a whole."""
+    names = _names(key)
+    try:
+        library = kept.open_file(names[0])
+    except OSError:
+        return None
+    try:
+        is_sound = kept.read(names[1], _DIGEST_BYTES).decode() == _digest(library, key)
+        is_stale = time.time() - os.fstat(library).st_mtime > _DAY_SECONDS
+    except (OSError, UnicodeDecodeError):
+        is_sound = False
+    if not is_sound:
+        os.close(library)
+        return None
+    if is_stale:
+        for name in names:
+            kept.touch(name)
+    return library
+
+
+def _built(kept: CacheDirectory, key: str, compiler: Sequence[str]) -> int:
+    """A descriptor of the library, which is built in a folder of its own and then kept.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be built or kept.
+    """
+    name, seal = _names(key)
+    with kept.folder(_FOLDERS) as folder:
+        _compile(compiler, folder, name)
+        library = folder.open_file(name)
+        try:
+            kept.write(seal, _digest(library, key).encode())
+            kept.take(name, folder, name)
+        except BaseException:
+            os.close(library)
+            raise
+    return library
+
+
+def _compile(compiler: Sequence[str], folder: CacheDirectory, name: str) -> None:
+    """Compiles in `folder`, where what compilers keep meanwhile is out of reach for others, too."""
+    command = [*compiler, "-std=c99", "-O2", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
+    command += [*map(str, _sources("*.c")), "-o", name]
+    if os.path.dirname(command[0]):
+        command[0] = os.path.abspath(command[0])
+    subprocess.run(
+        command,
+        cwd=f"/proc/self/fd/{folder.descriptor}",
+        env={**os.environ, "TMPDIR": "."},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+        timeout=_TIMEOUT_SECONDS,
+        umask=0o077,  # nobody else may write what is loaded
+    )
+
+
+def _import(library: int) -> ModuleType:
+    """Loads what a descriptor stands for, which stays open.
+
+    The dynamic linker takes a path that it has seen for the library that it found there. So no number may come twice.
+    """
+    while library in _loaded:  # something has closed it
+        library = os.dup(library)
+    _loaded.add(library)
+    path = f"/proc/self/fd/{library}"
+    spec = spec_from_file_location(_NAME, path, loader=ExtensionFileLoader(_NAME, path))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _names(key: str) -> tuple[str, str]:
+    """Those of the library and of its seal."""
+    return f"native-{key}.so", f"native-{key}.sha256"
 
 
 def _sources(pattern: str) -> list[Path]:
     return sorted(_FOLDER.glob(pattern))
 
 
-def _is_sound(library: Path, seal: Path, key: str) -> bool:
-    """Whether `library` was built here as a whole, and nobody but the user could have written to it since."""
-    try:
-        status = library.stat()
-        is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-        return is_own and seal.read_text() == _digest(library, key)
-    except (OSError, UnicodeDecodeError):
-        return False
+def _digest(library: int, key: str) -> str:
+    """What the seal says of the library; `key` tells it from one that was sealed under another name.
 
-
-def _digest(library: Path, key: str) -> str:
-    return hashlib.sha256(key.encode() + library.read_bytes()).hexdigest()
+    Raises:
+        OSError: it cannot be read, or is no library of ours: it is too large.
+    """
+    return hashlib.sha256(key.encode() + content(library, _MOST_BYTES)).hexdigest()

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import torch
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
+from kitsune.cache_files import CacheDirectory
 from kitsune.config import cache_dir
 from kitsune.timing.identity import identity
 
@@ -29,15 +20,17 @@ _MOST_BYTES = 8 * 2**20
 _MOST_FILES = 16
 _MOST_US = 1e12  # beyond all that anybody waits for
 _LOCK_SECONDS = 2.0
+_LEFTOVER_SECONDS = 3600.0  # what a killed process has left
 
 
 class CostCache:
     """Microseconds by signature, kept in one JSON file for each `identity`.
 
     Threads may share one. Processes may share the file: it is replaced as a whole, under a lock, and
-    what others wrote meanwhile is kept. A file that is damaged, too large or about another identity
-    counts as empty and is replaced by the next `save`. The oldest entries beyond 20,000 are dropped,
-    and so are the files of a directory that have not been written for longest beyond 16.
+    what others wrote meanwhile is kept. A file that is damaged, too large, somebody else's or about another
+    identity counts as empty and is replaced by the next `save`. The oldest entries beyond 20,000 are dropped,
+    and so are the files of a directory that have not been written for longest beyond 16. Nothing is read
+    or written where others can change the directory (see `cache_files`).
 
     Args:
         directory: where the file lies; None: nothing is read or written.
@@ -81,23 +74,34 @@ class CostCache:
             if self.path is None or not self._new:
                 return None
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with _locked(self.path.parent / "costs.lock"):
-                    self._known = _newest({**self._read(), **self._new})
-                    self._write(self.path)
-                    _prune(self.path.parent)
+                with CacheDirectory.open(self.path.parent, create=True) as directory:
+                    self._save(directory, self.path.name)
             except OSError as error:
                 return f"measured costs were not kept in {self.path}: {error}"
             self._new.clear()
             return None
 
+    def _save(self, directory: CacheDirectory, name: str) -> None:
+        """The lock may be held for long: then an entry may be lost, but no file is damaged."""
+        with directory.locked("costs.lock", _LOCK_SECONDS):
+            self._known = _newest({**self._read_from(directory, name), **self._new})
+            content = {"format": _FORMAT, "identity": self._identity, "seal": _seal(self._known), "us": self._known}
+            directory.write(name, json.dumps(content, allow_nan=False).encode())
+            directory.sweep("costs-*.json", most=_MOST_FILES)
+            directory.sweep("costs-*.tmp", most=_MOST_FILES, most_seconds=_LEFTOVER_SECONDS)
+
     def _read(self) -> dict[str, float]:
         if self.path is None:
             return {}
         try:
-            if self.path.stat().st_size > _MOST_BYTES:
-                return {}
-            content = json.loads(self.path.read_bytes())
+            with CacheDirectory.open(self.path.parent) as directory:
+                return self._read_from(directory, self.path.name)
+        except OSError:
+            return {}
+
+    def _read_from(self, directory: CacheDirectory, name: str) -> dict[str, float]:
+        try:
+            content = json.loads(directory.read(name, _MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -105,21 +109,9 @@ class CostCache:
         costs = content.get("us")
         if content.get("identity") != self._identity or not isinstance(costs, dict):
             return {}
-        if content.get("seal") != _seal(costs) or not all(_is_time(us) for us in costs.values()):
+        if not all(map(_is_time, costs.values())) or content.get("seal") != _seal(costs):
             return {}
         return {key: float(us) for key, us in costs.items()}
-
-    def _write(self, path: Path) -> None:
-        seal = _seal(self._known)
-        content = {"format": _FORMAT, "identity": self._identity, "seal": seal, "us": self._known}
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(content, file, allow_nan=False)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
 
 
 def _seal(costs: Mapping[str, object]) -> str:
@@ -133,39 +125,3 @@ def _is_time(us: object) -> bool:
 
 def _newest(costs: dict[str, float]) -> dict[str, float]:
     return dict(list(costs.items())[-_MOST_ENTRIES:])
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of `path`; goes on without it after two seconds: then an entry may be lost, no file damaged."""
-    with open(path, "a") as file:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not _lock(file) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield
-
-
-def _lock(file: IO[str]) -> bool:
-    """Whether the lock is held now. Without locks the file is still replaced as a whole, by whoever comes last."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _prune(directory: Path) -> None:
-    """Removes what has not been written for longest: files of other identities, and what killed processes left."""
-    for pattern in ("costs-*.json", "costs-*.tmp"):
-        written = {path: _written_at(path) for path in directory.glob(pattern)}
-        for path in sorted(written, key=lambda path: (-written[path], path))[_MOST_FILES:]:
-            path.unlink(missing_ok=True)
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import multiprocessing
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +21,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kitsune import cache_files
+from kitsune.cache_files import CacheDirectory
 from kitsune.config import cache_dir
 from kitsune.timing import CostCache, device_us, replayed_us
 from kitsune.timing import cache as cache_module
@@ -303,6 +307,13 @@ def sealed(us: object) -> Callable[[str], str]:
     return damaged(lambda content: content.update(us={"mm": us}, seal=cache_module._seal({"mm": us})))
 
 
+def nested(depth: int) -> object:
+    value: object = 1.5
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 DAMAGE: dict[str, Callable[[str], str]] = {
     "empty": lambda text: "",
     "cut off": lambda text: text[: len(text) // 2],
@@ -319,6 +330,11 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "truth": sealed(True),
     "nothing": sealed(None),
     "nested": sealed({}),
+    "deep, sealed": sealed(nested(900)),
+    "deep beside": damaged(lambda content: content.update(identity=nested(900))),
+    "deep seal": damaged(lambda content: content.update(seal=nested(900))),
+    "many digits": lambda text: text.replace("1.5", "1" * 100_000),
+    "half a character": lambda text: text.replace("mm", "\\ud800"),
     "no seal": damaged(lambda content: content.pop("seal")),
     "old format": damaged(lambda content: content.update(format=0)),
     "no format": damaged(lambda content: content.pop("format")),
@@ -375,7 +391,7 @@ def test_files_of_other_identities_and_of_killed_processes_make_room(tmp_path: P
     (tmp_path / "other.json").write_text("of somebody else")
     filled(tmp_path, mm=1.0)
     assert len(list(tmp_path.glob("costs-*.json"))) == 16
-    assert len(list(tmp_path.glob("costs-*.tmp"))) == 16
+    assert not list(tmp_path.glob("costs-*.tmp"))
     assert (tmp_path / "costs-39.json").exists()
     assert not (tmp_path / "costs-01.json").exists()
     assert (tmp_path / "other.json").exists()
@@ -430,7 +446,7 @@ def test_threads_may_share_one(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_never_given_back_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_module, "_LOCK_SECONDS", 0.05)
-    with cache_module._locked(tmp_path / "costs.lock"):
+    with CacheDirectory.open(tmp_path) as directory, directory.locked("costs.lock", 0.05):
         filled(tmp_path, mm=1.0)
     assert CostCache(tmp_path, HERE).get("mm") == 1.0
 
@@ -448,7 +464,7 @@ def test_a_directory_that_cannot_be_made_is_told_and_borne(tmp_path: Path) -> No
 def test_a_disk_that_is_full_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(tmp_path, mm=1.0)
 
-    def full(*args: object) -> None:
+    def full(*args: object, **_: object) -> None:
         raise OSError(28, "No space left on device")
 
     cache.put("conv", 2.0)
@@ -470,6 +486,81 @@ def test_a_directory_in_its_place_is_an_empty_cache(tmp_path: Path) -> None:
     assert cache.get("mm") is None
     cache.put("mm", 2.0)
     assert cache.save() is not None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "second name", "socket"])
+def test_a_special_file_in_its_place_is_an_empty_cache_and_is_replaced(tmp_path: Path, kind: str) -> None:
+    """It is not waited for, and nothing is written through it."""
+    path = only_file(filled(tmp_path / "cache", mm=1.0).path.parent)  # type: ignore[union-attr]
+    special(path, kind)
+    assert CostCache(path.parent, HERE).get("mm") is None
+    filled(path.parent, conv=2.0)
+    assert CostCache(path.parent, HERE).get("conv") == 2.0
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "second name", "socket", "directory"])
+def test_a_special_file_in_place_of_the_lock_is_told_and_borne(tmp_path: Path, kind: str) -> None:
+    """It is not waited for, and the target of a link is not made."""
+    lock = filled(tmp_path / "cache", mm=1.0).path.with_name("costs.lock")  # type: ignore[union-attr]
+    special(lock, kind)
+    cache = CostCache(lock.parent, HERE)
+    assert cache.get("mm") == 1.0
+    cache.put("conv", 2.0)
+    note = cache.save()
+    assert note is not None
+    assert "costs.lock" in note
+    assert not (tmp_path / "missing").exists()
+    assert cache.get("conv") == 2.0
+
+
+def special(path: Path, kind: str) -> None:
+    """Puts something else in place of a file, which has another name from then on."""
+    other = path.parent.parent / "other"
+    path.rename(other)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(other)
+    elif kind == "dangling link":
+        path.symlink_to(other.with_name("missing"))
+    elif kind == "second name":
+        path.hardlink_to(other)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path))
+
+
+def test_where_others_can_write_nothing_is_read_or_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache_files._tell.cache_clear()
+    filled(tmp_path / "cache", mm=1.0)
+    (tmp_path / "cache").chmod(0o777)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    cache = CostCache(tmp_path / "cache", HERE)
+    assert cache.get("mm") is None
+    cache.put("conv", 2.0)
+    note = cache.save()
+    assert note is not None
+    assert "others can write" in note
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == before
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+    (tmp_path / "cache").chmod(0o700)
+    assert CostCache(tmp_path / "cache", HERE).get("mm") == 1.0
+
+
+def test_it_is_made_for_the_user_alone(tmp_path: Path) -> None:
+    earlier = os.umask(0)
+    try:
+        filled(tmp_path / "a" / "cache", mm=1.0)
+    finally:
+        os.umask(earlier)
+    made = [tmp_path / "a", tmp_path / "a" / "cache", *(tmp_path / "a" / "cache").iterdir()]
+    assert len(made) == 4
+    assert all(path.stat().st_mode & 0o077 == 0 for path in made)
 
 
 def test_the_directory_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
