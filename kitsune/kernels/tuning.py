@@ -161,7 +161,7 @@ def _costs(device: torch.device) -> CostCache:
 def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> C:
     costs = _costs(device)
     entries = _entries(key, forms)
-    new = [place for place, entry in enumerate(entries) if costs.get(entry) is None]
+    new = [place for place, us in enumerate(_times_us(costs, entries)) if us is None]
     errors = _prepare([forms[place] for place in new], run, device)
     failures = {place: error for place, error in zip(new, errors, strict=True) if error is not None}
     for place in new:
@@ -187,7 +187,7 @@ def _compiled(
 ) -> C:
     """A form that works, when those have been compiled that `choose` would time, or else the one it would choose."""
     costs = _costs(device)
-    times_us = [costs.get(entry) for entry in _entries(key, forms)]
+    times_us = _times_us(costs, _entries(key, forms))
     new = [form for form, us in zip(forms, times_us, strict=True) if us is None]
     timed = [(us, place) for place, us in enumerate(times_us) if us is not None and us < _NEVER_US]
     fastest = [forms[min(timed)[1]]] if timed else []
@@ -201,6 +201,13 @@ def _compiled(
     if not working and not (new and fastest):
         raise RuntimeError(f"no form of a kernel works on {device}; the kernel is {key}") from errors[0]
     return (working or fastest)[0]
+
+
+def _times_us(costs: CostCache, entries: Sequence[str]) -> list[float | None]:
+    """What is known of forms. Nothing, where it says that none works: the kernel would not be there, so it is wrong."""
+    times_us = [costs.get(entry) for entry in entries]
+    is_hopeless = all(us is not None and us >= _NEVER_US for us in times_us)
+    return [None] * len(entries) if is_hopeless else times_us
 
 
 def _entries(key: str, forms: Sequence[C]) -> list[str]:

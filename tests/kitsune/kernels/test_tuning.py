@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kitsune.kernels import tuning
 from kitsune.kernels.tuning import Compilers, NotChosenYet, choose
@@ -289,3 +291,59 @@ def test_where_what_may_pass_fails_nothing_is_chosen_that_the_compiler_refuses(
     with pytest.raises(RuntimeError, match="no form of a kernel works") as raised:
         choose("mm", ("large", "other"), gpu.run, CUDA)
     assert raised.value.__cause__ is passing
+
+
+def poisoned(forms: Sequence[str], us: float, folder: Path) -> None:
+    """A file that says the same of all forms, as no process has written it."""
+    cache = CostCache(folder, HERE)
+    for entry in tuning._entries("mm", forms):
+        cache.put(entry, us)
+    assert cache.save() is None
+
+
+@pytest.mark.parametrize("us", [tuning._NEVER_US, 9e11])
+def test_a_file_that_says_that_no_form_works_is_not_believed(
+    us: float, device: Callable[[Times], Device], tmp_path: Path
+) -> None:
+    gpu = device({"small": 3.0, "large": 2.0})
+    poisoned(tuple(gpu.times), us, tmp_path)
+    with Compilers() as compilers, compilers.ahead():
+        assert choose("mm", tuple(gpu.times), gpu.run, CUDA) == "small", "of those that work"
+    assert choose("mm", tuple(gpu.times), gpu.run, CUDA) == "large"
+    gpu = device({})
+    assert choose("mm", ("small", "large"), gpu.run, CUDA) == "large", "what was timed is kept"
+
+
+def test_where_no_form_works_indeed_that_is_said(device: Callable[[Times], Device], tmp_path: Path) -> None:
+    gpu = device({"small": ValueError("no code"), "large": RuntimeError("none")})
+    poisoned(tuple(gpu.times), tuning._NEVER_US, tmp_path)
+    with pytest.raises(RuntimeError, match="no form of a kernel works"):
+        choose("mm", tuple(gpu.times), gpu.run, CUDA)
+    with Compilers() as compilers, compilers.ahead(), pytest.raises(RuntimeError, match="no form of a kernel works"):
+        choose("mm", tuple(gpu.times), gpu.run, CUDA)
+
+
+@given(times=st.lists(st.sampled_from([None, 0.0, 1.0, 5e-324, 1e10, tuning._NEVER_US, 9e11]), min_size=2, max_size=3))
+def test_whatever_a_file_says_a_form_that_works_is_chosen(
+    times: list[float | None], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, forms = tmp_path_factory.mktemp("cache"), tuple("abc"[: len(times)])
+    cache = CostCache(folder, HERE)
+    for entry, us in zip(tuning._entries("mm", forms), times, strict=True):
+        if us is not None:
+            cache.put(entry, us)
+    cache.save()
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = Device(dict.fromkeys(forms, 2.0))
+        tuning._costs.cache_clear()
+        tuning._chosen.clear()
+        patch.setattr(tuning, "device_us", gpu.device_us)
+        patch.setattr(tuning, "synchronize", lambda device: None)
+        patch.setattr(tuning.compile_client, "start", lambda: None)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(CostCache, "of", classmethod(lambda cls, _device: cls(folder, HERE)))
+        with Compilers() as compilers, compilers.ahead():
+            assert choose("mm", forms, gpu.run, CUDA) in forms
+        assert choose("mm", forms, gpu.run, CUDA) in forms
+    tuning._costs.cache_clear()
+    tuning._chosen.clear()
