@@ -45,6 +45,8 @@ Target = tuple[str, Any, int]
 class CompileServer:
     """The other process. It ends with this one, when it is closed, or some minutes after it was last needed.
 
+    It is this process's alone. In one that was forked from it, it has ended.
+
     Args:
         target: what kernels are compiled for.
         modules: imported there before the first kernel.
@@ -55,13 +57,14 @@ class CompileServer:
 
     def __init__(self, target: Target, modules: Sequence[str]) -> None:
         self.target = target
+        self._owner = os.getpid()
         self._numbers, self._sending = itertools.count(1), threading.Lock()
         self._starting: Future[None] = Future()
         self._waiting = {0: self._starting}
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", compile_server.__file__, str(theirs.fileno())],
+                [sys.executable, "-I", compile_server.__file__, str(theirs.fileno()), str(self._owner)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -82,15 +85,17 @@ class CompileServer:
 
     @property
     def has_ended(self) -> bool:
-        return self._connection is None
+        return self._connection is None or not self._is_ours
 
     @property
     def may_be_replaced(self) -> bool:
-        """Whether it has ended because it was not needed."""
-        return self.has_ended and self._process.returncode == 0
+        """Whether it has ended because it was not needed, or is another process's."""
+        return self.has_ended and (self._process.returncode == 0 or not self._is_ours)
 
     def is_ready(self, timeout: float = 0.0) -> bool:
         """Whether it has imported what it needs, within so many seconds, and runs."""
+        if not self._is_ours:  # nobody would answer
+            return False
         try:
             self._starting.result(timeout)
         except FutureTimeoutError:
@@ -120,13 +125,19 @@ class CompileServer:
 
     def close(self) -> None:
         """Ends the process at once, and what it compiles."""
-        self._kill()
-        self._listener.join()
+        if self._is_ours:
+            self._kill()
+            self._listener.join()
 
     def abandon(self) -> None:
         """In a process that was forked: lets go of the server, which is the parent's."""
         if self._connection is not None:
             self._connection.close()
+
+    @property
+    def _is_ours(self) -> bool:
+        """Not so after a fork, of which Python knows nothing where it was none of Python's."""
+        return os.getpid() == self._owner
 
     def _kill(self) -> None:
         """With its children, and theirs: it leads a session. What Triton writes to its cache is moved there whole."""
@@ -136,6 +147,8 @@ class CompileServer:
 
     def _send(self, what: tuple[Any, ...]) -> bool:
         """Whether it was sent."""
+        if not self._is_ours:  # whoever holds the lock may be in the other process
+            return False
         with self._sending:
             if self._connection is None:
                 return False
@@ -223,10 +236,11 @@ class _Shared:
             self.server.close()
 
     def forget(self) -> None:
-        """In a process that was forked: it is the parent's."""
+        """In a process that was forked: it is the parent's, and so is the thread that may be starting one."""
         if self.server is not None:
             self.server.abandon()
         self.server = None
+        self._starting = threading.Lock()
 
 
 def _can_start() -> bool:

@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 _IDLE_SECONDS = 120.0
 """After so long without a kernel it ends."""
 
+_LOOK_SECONDS = 1.0
+"""So often it looks whether the process that started it is still there."""
+
 
 class Start(NamedTuple):
     """What the server is told first.
@@ -127,7 +130,23 @@ def _compile(job: Job, parent: Connection) -> None:
     triton.compile(source, target=driver.active.get_current_target(), options=job.options)
 
 
+def end_with(parent_pid: int) -> None:
+    """From now on this process ends soon after its parent, with all processes of its session.
+
+    The pipe alone does not tell: a process that was forked from the parent holds it open, too, where the fork was none
+    of Python's. An alarm comes whatever is waited for, and needs no thread; forked processes do not get it.
+    """
+
+    def look(*_: object) -> None:
+        if os.getppid() != parent_pid:
+            os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
+
+
 if __name__ == "__main__":
+    end_with(int(sys.argv[2]))
     connection = Connection(int(sys.argv[1]))
     try:
         serve(connection)

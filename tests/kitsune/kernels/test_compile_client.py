@@ -5,6 +5,7 @@ Tests run in processes that take it that there is a GPU (see `offline`): on othe
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -361,6 +362,73 @@ def test_it_is_the_parents() -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     shared.close()
+
+
+def forked_from_c(parent: Connection) -> None:
+    """A trainer that ends, and a process that was forked from it by no means of Python's, which goes on."""
+    server = CompileServer(HOPPER, [])
+    libc = ctypes.PyDLL(None)  # which keeps Python's lock
+    pid = libc.fork()
+    if pid == 0:
+        libc.sleep(600)
+        os._exit(0)
+    parent.send((server._process.pid, pid))
+    os._exit(0)
+
+
+def test_a_process_forked_from_c_does_not_keep_it_alive() -> None:
+    """Though it holds the pipe open: no handler of Python's has closed it."""
+    ours, theirs = Pipe()
+    process = get_context("fork").Process(target=forked_from_c, args=(theirs,))
+    process.start()
+    server, fork = ours.recv()
+    process.join()
+    try:
+        _await(lambda: not _runs(server))
+        assert not _runs(server)
+        assert _runs(fork), "the pipe was closed, then"
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def of_another_process(parent: Connection) -> None:
+    """What a process that was forked from C does with the server: whether it is ready there, and whether it took it."""
+    server = compile_client._shared.server = CompileServer(HOPPER, [])
+    server.is_ready(SECONDS)
+    libc = ctypes.PyDLL(None)
+    reading, writing = os.pipe()
+    pid = libc.fork()
+    if pid == 0:
+        with compile_client.elsewhere():
+            told = [server.is_ready(), server._send(("job",)), compile_client.current() is not None]
+        compile_client._shared.close()  # as at the end of the process
+        os.write(writing, str(told).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    parent.send((os.read(reading, 100).decode(), server.is_ready(SECONDS), _runs(server._process.pid)))
+    server.close()
+
+
+def test_a_process_forked_from_c_leaves_it_alone() -> None:
+    """Nobody would answer there, and it is the parent's."""
+    ours, theirs = Pipe()
+    process = get_context("fork").Process(target=of_another_process, args=(theirs,))
+    process.start()
+    assert ours.poll(SECONDS), "it waits for an answer"
+    assert ours.recv() == ("[False, False, False]", True, True)
+    process.join(SECONDS)
+    assert process.exitcode == 0
+
+
+def test_after_a_fork_another_one_can_be_started() -> None:
+    """A thread of the parent may have been starting one, which is not there to give the lock back."""
+    shared = compile_client._Shared()
+    shared._starting.acquire()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if shared._starting.acquire(timeout=5.0) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    shared._starting.release()
 
 
 @pytest.mark.gpu
