@@ -61,6 +61,10 @@ def prefetch(
     from torch's global generator while it reads (random transforms without workers) takes turns with the step in no
     fixed order; a DataLoader that shuffles gives the order that it gives without prefetching.
 
+    A process that is forked in the middle of a pass has no thread. There a pass goes on with what was read ahead and a
+    thread of its own, as a plain loop would; where the loader was making a batch at that moment, `next` raises a
+    RuntimeError. A new pass needs nothing of that.
+
     Raises:
         TypeError: `loader` cannot be iterated.
         ValueError: `depth` is not a whole number of at least 1.
@@ -123,6 +127,9 @@ class Pass(Iterator[Batch]):
             raise StopIteration
         if self._reader is None:
             self._reader = self._start(self._read)
+        elif self._reader.is_left_behind:
+            self._finalizer.detach()
+            self._reader = self._start(self._reader.successor)
         try:
             outcome = self._reader.take()
         except BaseException:  # an interrupt

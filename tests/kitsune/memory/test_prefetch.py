@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections import OrderedDict, UserDict, namedtuple
@@ -634,3 +638,112 @@ def on(device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model, _ = net_and_adam()
     model.to(device)
     return model, torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+
+
+# Processes that are forked
+
+
+def in_fork(function: Callable[[], object], fork: Callable[[], int] = os.fork) -> str:
+    """What the function returns, or raises, in a forked process; it fails the test where it waits for ever."""
+    reading, writing = os.pipe()
+    pid = fork()
+    if pid == 0:
+        try:
+            told = repr(function())
+        except Exception as error:  # noqa: BLE001 - the test compares it
+            told = repr(error)
+        os.write(writing, told.encode())
+        os._exit(0)
+    try:
+        assert select.select([reading], [], [], TIMEOUT_S)[0], "it waits"
+        return os.read(reading, 10_000).decode()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def numbers(batches: Iterable[Tensor]) -> list[int]:
+    return [int(batch) for batch in batches]
+
+
+def settled(batches: Pass[Tensor]) -> None:
+    """Returns when as many batches as may be are read ahead, and the loader is left alone."""
+    reader = batches._reader
+    assert reader is not None
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline and (reader._is_reading or (reader.is_alive() and not reader._room.empty())):
+        time.sleep(0.001)
+
+
+FORKS = {"Python": os.fork, "C": ctypes.PyDLL(None).fork}
+"""The second as by libraries: no handler of Python's runs. Python's lock is kept."""
+
+
+@pytest.mark.parametrize("fork", sorted(FORKS))
+@pytest.mark.parametrize("depth", [1, 3, 20])
+@pytest.mark.parametrize("taken", [0, 4, 10])
+def test_a_pass_goes_on_in_a_forked_process(taken: int, depth: int, fork: str) -> None:
+    """As a plain iterator does, and in the parent as if nothing had been."""
+    batches = iter(kitsune.prefetch(Counted(10), depth=depth))
+    first = [int(next(batches)) for _ in range(taken)]
+    settled(batches)
+    assert in_fork(lambda: (numbers(batches), numbers(batches)), FORKS[fork]) == repr((list(range(taken, 10)), []))
+    assert first + numbers(batches) == list(range(10))
+
+
+@pytest.mark.parametrize("fork", sorted(FORKS))
+def test_a_new_pass_in_a_forked_process(fork: str) -> None:
+    """Of a loader that the parent is in the middle of, too."""
+    prefetched = kitsune.prefetch(Counted(10))
+    batches = iter(prefetched)
+    next(batches)
+    settled(batches)
+    assert in_fork(lambda: numbers(prefetched), FORKS[fork]) == repr(list(range(10)))
+    assert in_fork(lambda: numbers(kitsune.prefetch(Counted(5))), FORKS[fork]) == repr(list(range(5)))
+    assert in_fork(lambda: (batches.close(), numbers(batches)), FORKS[fork]) == repr((None, []))
+    assert numbers(batches) == list(range(1, 10))
+
+
+def test_a_forked_process_of_a_forked_process() -> None:
+    batches = iter(kitsune.prefetch(Counted(10)))
+    next(batches)
+    settled(batches)
+
+    def child() -> str:
+        second = next(batches)
+        settled(batches)
+        return f"{int(second)} {in_fork(lambda: numbers(batches))} {numbers(batches)}"
+
+    rest = list(range(2, 10))
+    assert in_fork(child) == repr(f"1 {rest} {rest}")
+    assert numbers(batches) == list(range(1, 10))
+
+
+def test_exceptions_of_the_loader_come_in_a_forked_process() -> None:
+    def fails() -> Iterator[Tensor]:
+        yield torch.tensor([0])
+        yield torch.tensor([1])
+        raise ValueError("of the loader")
+
+    for taken, depth in ((0, 5), (1, 1), (2, 3)):
+        batches = iter(kitsune.prefetch(fails(), depth=depth))
+        for _ in range(taken):
+            next(batches)
+        settled(batches)
+        assert in_fork(lambda batches=batches: numbers(batches)) == repr(ValueError("of the loader"))
+        batches.close()
+
+
+@pytest.mark.parametrize("fork", sorted(FORKS))
+def test_in_the_middle_of_a_batch_a_forked_process_is_told(stuck: Stuck, fork: str) -> None:
+    """The loader cannot be asked for the next batch: it is still making this one, for ever."""
+    batches = iter(kitsune.prefetch(stuck))
+    next(batches)
+    assert stuck.busy.wait(TIMEOUT_S)
+    time.sleep(0.05)  # until its thread waits, and has given Python's lock back
+    assert "begin another one there" in in_fork(lambda: next(batches), FORKS[fork])
+    assert in_fork(batches.close, FORKS[fork]) == "None"
+    stuck.released.set()
+    assert list(batches) == [1, 2]
