@@ -61,8 +61,15 @@ def refuse_bulk_copies(device: torch.device) -> Refusal | None:
 
 
 def _refuse_launchers(purpose: str) -> Refusal | None:
-    """None if there is what Triton builds the launchers of its kernels with: a C compiler and Python's headers."""
-    if not os.environ.get("CC") and not any(shutil.which(compiler) for compiler in ("gcc", "clang")):
+    """None if there is what Triton builds the launchers of its kernels with: a C compiler and Python's headers.
+
+    Triton takes the whole of CC for the name of a program, even where it is empty.
+    """
+    given = os.environ.get("CC")
+    if given is not None and shutil.which(given) is None:
+        reason = f"{purpose} needs Triton, which needs a C compiler: CC is {given!r}, and there is no such program"
+        return Refusal(reason, remedy="set CC to the name of a program, without arguments, or unset it")
+    if given is None and not any(shutil.which(compiler) for compiler in ("gcc", "clang")):
         return Refusal(f"{purpose} needs Triton, which needs a C compiler: neither gcc nor clang is on the PATH")
     headers = Path(sysconfig.get_config_var("INCLUDEPY"))
     if not (headers / "Python.h").exists():

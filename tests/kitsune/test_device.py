@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int], bf1
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Imaginary 100")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
     monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setenv("CC", "a compiler")
+    monkeypatch.setenv("CC", sys.executable)  # any program
     monkeypatch.setattr(device_module.Path, "exists", lambda path: True)
 
 
@@ -114,6 +115,17 @@ def test_triton_builds_launchers(monkeypatch: pytest.MonkeyPatch, no_compiler: N
     assert refusal is not None
     assert refusal.reason.startswith("the update needs Triton")
     assert {"compiler": "C compiler", "headers": "Python.h"}[lacking] in refusal.reason
+
+
+@pytest.mark.parametrize("command", ["gcc '", "", " ", "gcc -O2", "no-such-compiler", "/", "\udcff"])
+def test_triton_takes_cc_for_the_name_of_a_program(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    pretend(monkeypatch, capability=(9, 0), bf16=True)
+    monkeypatch.setenv("CC", command)
+    refusal = refuse_triton(CUDA, "the update")
+    assert refusal is not None
+    assert repr(command) in refusal.reason
+    assert refusal.remedy is not None
+    assert "CC" in refusal.remedy
 
 
 @pytest.mark.parametrize("installed", [True, False])
