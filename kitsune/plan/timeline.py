@@ -8,7 +8,7 @@ nanoseconds, the resolution of both viewers, so that tasks that touch do not ove
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,9 +34,10 @@ def write(plan: Plan, path: Path) -> None:
         OSError: the file cannot be written; what was there is still there.
     """
     content = json.dumps(trace(plan), allow_nan=False, separators=(",", ":"))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.write_text(content, encoding="utf-8")
+        with temporary.open("x", encoding="utf-8") as file:  # follows no link that somebody else has put there
+            file.write(content)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
