@@ -51,7 +51,7 @@ def use(folder: Path | None) -> None:
         return
     for variable, name in _VARIABLES.items():
         path = folder / name
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # Kitsune loads nothing from one that others may write to
         os.environ[variable] = str(path)
 
 

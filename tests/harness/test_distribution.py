@@ -126,11 +126,11 @@ class Outside:
 
     def workflow(self) -> dict[str, subprocess.CompletedProcess[str]]:
         """Runs the steps of the documented workflow that are commands, all but the installation."""
-        (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
-        given = {name: value for name, value in job["env"].items() if "${{" not in value}
+        jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+        given = {name: value for name, value in jobs["measure"]["env"].items() if "${{" not in value}
         return {
             step["name"]: self.run(step["run"], **given)
-            for step in job["steps"]
+            for step in (*jobs["measure"]["steps"], *jobs["comment"]["steps"])
             if "run" in step and step["name"] not in ("Check the settings", "Install")
         }
 
@@ -200,7 +200,7 @@ def test_a_slower_step_fails_the_workflow_with_a_comment(site: Path, tmp_path: P
 @pytest.mark.slow
 def test_the_same_step_passes_the_workflow(site: Path, tmp_path: Path) -> None:
     outside = Outside(tmp_path, site, pause=0.0)
-    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["measure"]
     steps = {step["name"]: step["run"] for step in job["steps"] if "run" in step}
     given = {"WORKLOAD": job["env"]["WORKLOAD"], "TIME_MARGIN": "0.99", "MEMORY_MARGIN": "0.99"}
     for name in ("Find the base", "Measure", "Compare"):
@@ -211,19 +211,37 @@ def test_the_same_step_passes_the_workflow(site: Path, tmp_path: Path) -> None:
 
 def test_the_workflow_asks_for_no_more_than_it_needs() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
-    assert workflow["permissions"] == {"contents": "read", "pull-requests": "write"}
-    (job,) = workflow["jobs"].values()
-    assert all("${{" not in step.get("run", "") for step in job["steps"])  # nothing of a pull request is run by a shell
-    (install,) = (step["run"] for step in job["steps"] if step.get("name") == "Install")
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert all("${{" not in step.get("run", "") for step in steps)  # nothing of a pull request is run by a shell
+    (install,) = (step["run"] for step in steps if step.get("name") == "Install")
     assert "#subdirectory=harness/distribution" in install
     assert (ROOT / "harness" / "distribution" / "pyproject.toml").exists()
+
+
+def test_one_step_alone_is_given_a_token_and_none_of_the_measured_code_runs_beside_it() -> None:
+    text = WORKFLOW.read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert "permissions" not in jobs["measure"], "those of the workflow, which are to read"
+    assert jobs["comment"]["permissions"] == {"pull-requests": "write"}
+    (check_out,) = (step for step in jobs["measure"]["steps"] if "checkout" in step.get("uses", ""))
+    assert check_out["with"]["persist-credentials"] is False
+    assert "env" not in jobs["comment"]
+    fetch, comment = jobs["comment"]["steps"]
+    assert "download-artifact" in fetch["uses"]
+    assert comment["env"]["GH_TOKEN"] == "${{ github.token }}"
+    assert text.count("github.token") == 1
+    assert "secrets." not in text
+    (keep,) = (step for step in jobs["measure"]["steps"] if "upload-artifact" in step.get("uses", ""))
+    assert keep["with"]["name"] == fetch["with"]["name"]
+    assert "comment.md" in keep["with"]["path"].split()
 
 
 class Settings:
     """The first step of the workflow, run by itself with a value of its variable, and what the next step then sees."""
 
     def __init__(self, folder: Path, value: str) -> None:
-        (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+        job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["measure"]
         first = job["steps"][0]
         assert first["name"] == "Check the settings"
         exported = folder / "exported"
@@ -241,7 +259,7 @@ class Settings:
 
 def test_the_workflow_takes_kitsune_from_one_variable_and_nothing_is_left_to_replace() -> None:
     text = WORKFLOW.read_text()
-    (job,) = yaml.safe_load(text)["jobs"].values()
+    job = yaml.safe_load(text)["jobs"]["measure"]
     assert job["env"]["KITSUNE_URL"] == "${{ vars.KITSUNE_URL }}"
     assert "KITSUNE" not in job["env"]
     assert "OWNER" not in text
@@ -256,7 +274,7 @@ def test_the_variable_becomes_what_pip_installs(tmp_path: Path, address: str) ->
     settings = Settings(tmp_path, address)
     assert (settings.code, settings.out) == (0, "")
     assert settings.exported == f"KITSUNE=git+{address}\n"
-    (job,) = yaml.safe_load(WORKFLOW.read_text())["jobs"].values()
+    job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["measure"]
     (install,) = (step["run"] for step in job["steps"] if step.get("name") == "Install")
     pip = 'python() { printf "%s\\n" "$@"; }\n'
     variables = {"PATH": os.environ["PATH"], "KITSUNE": f"git+{address}"}
