@@ -245,6 +245,7 @@ def _opened(path: Path, create: bool) -> int:
     """
     if sys.platform != "linux":
         raise UnsafeCacheError(f"on this system Kitsune cannot tell whether others can change {path}")
+    os.path.exists(path)  # what is mounted on demand is mounted now: the descriptors below would not do that
     parts, where, directory, num_links = deque((Path.cwd() / path).parts), Path(), -1, 0
     with ExitStack() as held:
         while parts:

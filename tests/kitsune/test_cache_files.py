@@ -15,8 +15,7 @@ import pytest
 
 from kitsune import cache_files
 from kitsune.cache_files import CacheDirectory, UnsafeCacheError
-
-OTHER = 65534  # a user of every system, who is nobody
+from tests.kitsune.second_user import HAS_SECOND_USER, OTHER
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def elsewhere(tmp_path: Path) -> Path:
 
 def give_away(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
     """Files that belong to another user: really, or, where only root could do that, as far as they are asked."""
-    if os.geteuid() == 0:
+    if HAS_SECOND_USER:
         for path in paths:
             os.chown(path, OTHER, OTHER, follow_symlinks=False)
         return
@@ -206,7 +205,7 @@ def specials(folder: Path) -> dict[str, Path]:
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(paths["socket"]))
     paths["second name"].hardlink_to(folder / "target")
-    if os.geteuid() == 0:
+    if HAS_SECOND_USER:
         paths["device"] = folder / "device"
         os.mknod(paths["device"], 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # as many zeros as one reads
     return paths

@@ -1,7 +1,8 @@
 """Another user who wants code of theirs to be run by a training: a watcher that puts its own library wherever one is
 built, kept or looked for.
 
-As root there is really a second user. Else the watcher is the same user, and the training takes itself for another one.
+As root there is really a second user, as a rule. Else the watcher is the same user, and the training takes itself for
+another one.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import pytest
 from kitsune import cache_files
 from kitsune.cache_files import CacheDirectory
 from kitsune.native import build
+from tests.kitsune.second_user import HAS_SECOND_USER, OTHER
 
 pytestmark = pytest.mark.skipif(build._compiler() is None, reason="there is no C compiler")
 
-IS_ROOT = os.geteuid() == 0
-ATTACKER, USER = (65534, 1) if IS_ROOT else (os.geteuid(), os.geteuid())
+ATTACKER, USER = (OTHER, 1) if HAS_SECOND_USER else (os.geteuid(), os.geteuid())
 PAUSE = 0.005  # before what was kept is loaded, so that the watcher gets its turn where there are few processors
 
 Load = Callable[[Path, Sequence[str]], object]
@@ -45,7 +46,7 @@ __attribute__((constructor)) static void run(void) { close(open(MARK, O_CREAT | 
 WATCHER = """
 import hashlib, os, re, sys, time
 place, payload, attacker = sys.argv[1], sys.argv[2], int(sys.argv[3])
-if os.geteuid() == 0:
+if os.geteuid() != attacker:
     os.setgroups([])
     os.setgid(attacker)
     os.setuid(attacker)
@@ -171,7 +172,7 @@ class Attack:
         return self._tools.mark.exists()
 
     def _train(self, load: Load, seconds: float) -> None:
-        if IS_ROOT and self._uid:
+        if HAS_SECOND_USER and self._uid:
             os.setgroups([])
             os.setgid(self._uid)
             os.setuid(self._uid)
@@ -195,10 +196,10 @@ def clear(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-@pytest.fixture(params=[0, USER] if IS_ROOT else [USER], ids=lambda uid: "root" if uid == 0 else "user")
+@pytest.fixture(params=[0, USER] if HAS_SECOND_USER else [USER], ids=lambda uid: "root" if uid == 0 else "user")
 def uid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Whose the training is."""
-    if not IS_ROOT:
+    if not HAS_SECOND_USER:
         monkeypatch.setattr(os, "geteuid", lambda: USER + 1)
     value: int = request.param
     return value
@@ -207,7 +208,7 @@ def uid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
 def make(path: Path, mode: int, uid: int) -> Path:
     path.mkdir(exist_ok=True)
     path.chmod(mode)
-    if IS_ROOT:
+    if HAS_SECOND_USER:
         os.chown(path, uid, uid)
     return path
 
@@ -258,7 +259,7 @@ def test_nobody_elses_code_is_run(attack: Attack, uid: int, layout: Layout) -> N
     assert attack.tries.value >= 5
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="needs a second user, whose files are told from one's own")
+@pytest.mark.skipif(not HAS_SECOND_USER, reason="needs a second user, whose files are told from one's own")
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=lambda layout: layout.__name__)
 def test_nor_would_it_be_in_a_directory_that_is_open(
     attack: Attack, uid: int, layout: Layout, monkeypatch: pytest.MonkeyPatch
