@@ -14,6 +14,7 @@ from kitsune.capture.ambient import regions_left
 from kitsune.capture.fills import FILLS
 from kitsune.capture.host_constants import fold
 from kitsune.capture.recomputing import BACKWARD
+from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.sparse import refuse_sparse, take_apart
 from kitsune.errors import Refusal, RefusedError
@@ -35,7 +36,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
             the midst of a capture.
     """
     try:
-        with sole_capture(), fx.traceback.preserve_node_meta(), regions_left():
+        with sole_capture(), no_traces(), fx.traceback.preserve_node_meta(), regions_left():
             torch.set_autocast_cache_enabled(False)  # it would outlive the tracing and hold fake tensors
             module = make_fx(function, decomposition_table=FILLS, tracing_mode="fake")(*inputs)
     except RefusedError:

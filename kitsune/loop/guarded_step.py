@@ -12,6 +12,7 @@ from torch import fx
 
 from kitsune.background import refuse_recording
 from kitsune.capture.frontend import GuardedFunction
+from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, refuse_wrapper_hooks, wrappers_of
 from kitsune.config import Config
@@ -145,7 +146,7 @@ class GuardedStep(ABC):
             raise RefusedError(refusal, passing=True)
         if self._guarded is not None:
             return replay(self._guarded)
-        with sole_capture():
+        with sole_capture(), no_traces():
             self._budget.spend(self.replays, _GAVE_WAY if self.gave_way else self.declined)
             self.gave_way = False
             started = time.perf_counter()
