@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from torch._dynamo.eval_frame import reset_code
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.utils import get_metrics_context
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -24,6 +24,7 @@ from kitsune.graph.verify import innermost_line, refuse_graph
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
 
 
+@no_traces()
 def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The ATen graph of `function(*inputs)`: one placeholder an input, a list of tensors (or None) as output.
 
@@ -36,7 +37,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
             the midst of a capture.
     """
     try:
-        with sole_capture(), no_traces(), fx.traceback.preserve_node_meta(), regions_left():
+        with sole_capture(), fx.traceback.preserve_node_meta(), regions_left():
             torch.set_autocast_cache_enabled(False)  # it would outlive the tracing and hold fake tensors
             module = make_fx(function, decomposition_table=FILLS, tracing_mode="fake")(*inputs)
     except RefusedError:

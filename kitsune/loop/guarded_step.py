@@ -18,6 +18,7 @@ from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, re
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.loop.ceiling import spend_capture
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -70,6 +71,7 @@ class GuardedStep(ABC):
         self.module, self._call = module, call
         self._config, self._log = config, log
         self._budget = CaptureBudget()
+        self._earned = 0  # replays that were counted when it was captured anew
         self._guarded: GuardedFunction | None = None
         self._wrappers: Sequence[torch.nn.Module] = ()  # torch.compile's, in the captured module
 
@@ -148,6 +150,8 @@ class GuardedStep(ABC):
             return replay(self._guarded)
         with sole_capture(), no_traces():
             self._budget.spend(self.replays, _GAVE_WAY if self.gave_way else self.declined)
+            spend_capture(self.module, self.replays - self._earned)
+            self._earned = self.replays
             self.gave_way = False
             started = time.perf_counter()
             try:

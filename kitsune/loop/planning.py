@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from kitsune.capture.retention import no_traces
 from kitsune.errors import Refusal, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
@@ -80,6 +81,7 @@ def in_order(module: fx.GraphModule, device: torch.device, inputs: Sequence[torc
     return Planned(module, _plan(graph, schedule, costs, {}), {})
 
 
+@no_traces()
 def others(
     module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
