@@ -188,7 +188,7 @@ def _has_layer(path: Path) -> bool:
 def _public_names(face: Path) -> frozenset[str]:
     """What `kitsune/__init__.py` exports by `from module import Name as Name`, and the module's own attributes."""
     tree = ast.parse(face.read_bytes(), filename=str(face)) if face.exists() else ast.Module([], [])
-    imports = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
     return frozenset(alias.name for alias in imports if alias.asname == alias.name) | frozenset(_DUNDERS)
 
 

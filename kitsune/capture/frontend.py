@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `causal_masks`, `equality` and `lookups`. `torch.compile`
-with a backend of one's own is public. What is not: exceptions that tell the line that could not be captured, the switch
-that guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which functions a
-call runs, that it asks whether it is being compiled, which functions keep their results, what it takes a sequence for,
-the advice that Dynamo gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `causal_masks`, `equality`, `lookups` and `retention`.
+`torch.compile` with a backend of one's own is public. What is not: exceptions that tell the line that could not be
+captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
+guards, which functions a call runs, that it asks whether it is being compiled, which functions keep their results,
+what it takes a sequence for, the advice that Dynamo gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
 from kitsune.capture.result_views import take_views
+from kitsune.capture.retention import Retention
 from kitsune.capture.signature import MARKED
 from kitsune.capture.sole import sole_capture
 from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
@@ -109,7 +110,7 @@ class GuardedFunction:
             function.__closure__,
         )
         self.stale = False
-        self._function = own
+        self._function, self._retention = own, Retention(self, own.__code__)
         self._direct: _Direct | None = None
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
@@ -144,7 +145,7 @@ class GuardedFunction:
                     self._is_direct_sought, self._direct = True, _Direct.of(self._function)
             else:
                 _refuse_marks(args)
-                with _strict_capture() as called:
+                with _strict_capture() as called, self._retention.noted():
                     result = self._compiled(*args)
                 found = [fact for function, owner in called for fact in called_facts(function, owner)]
                 self._called_facts = tuple({(fact.kind, id(fact.subject), fact.key): fact for fact in found}.values())

@@ -14,6 +14,7 @@ from kitsune.capture.ambient import regions_left
 from kitsune.capture.fills import FILLS
 from kitsune.capture.host_constants import fold
 from kitsune.capture.recomputing import BACKWARD
+from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.sparse import refuse_sparse, take_apart
 from kitsune.errors import Refusal, RefusedError
@@ -23,6 +24,7 @@ from kitsune.graph.verify import innermost_line, refuse_graph
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
 
 
+@no_traces()
 def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The ATen graph of `function(*inputs)`: one placeholder an input, a list of tensors (or None) as output.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
+from kitsune.capture.retention import no_traces
 from kitsune.capture.split_program import SplitProgram, split_anew
 from kitsune.capture.trace import same_layout
 from kitsune.errors import Refusal, RefusedError
@@ -39,6 +40,7 @@ def call_fusing(program: SplitProgram, device: torch.device) -> Fusing | None:
     return None if joint is None else Fusing(joint, device)
 
 
+@no_traces()
 def fused_call(
     program: SplitProgram, fusing: Fusing, flat: Sequence[Tensor], refused: Callable[[Refusal], None]
 ) -> SplitProgram | None:

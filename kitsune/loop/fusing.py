@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from kitsune.background import Background, is_quiet
+from kitsune.capture.retention import no_traces
 from kitsune.errors import Refusal
 from kitsune.fusion.ahead import Foresight, compile_ahead
 from kitsune.fusion.engine import FusionEngine
@@ -86,7 +87,7 @@ class Fusing:
             return False
         self._course = self._course or _rewriting(self.module, self._device, self._telling)
         try:
-            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            with no_traces(), torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 self._background = next(self._course)
         except StopIteration as end:
             self._result.set_result(end.value)

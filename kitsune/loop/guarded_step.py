@@ -12,11 +12,13 @@ from torch import fx
 
 from kitsune.background import refuse_recording
 from kitsune.capture.frontend import GuardedFunction
+from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, refuse_wrapper_hooks, wrappers_of
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.loop.ceiling import spend_capture
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -70,6 +72,7 @@ class GuardedStep(ABC):
         self.module, self._call = module, call
         self._config, self._log = config, log
         self._budget = CaptureBudget()
+        self._earned = 0  # replays that were counted when it was captured anew
         self._guarded: GuardedFunction | None = None
         self._wrappers: Sequence[torch.nn.Module] = ()  # torch.compile's, in the captured module
 
@@ -169,8 +172,10 @@ class GuardedStep(ABC):
             raise RefusedError(refusal, passing=True)
         if self._guarded is not None:
             return replay(self._guarded)
-        with sole_capture():
+        with sole_capture(), no_traces():
             self._budget.spend(self.replays, _GAVE_WAY if self.gave_way else self.declined)
+            spend_capture(self.module, self.replays - self._earned)
+            self._earned = self.replays
             self.gave_way = False
             started = time.perf_counter()
             try:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
+from kitsune.capture.retention import no_traces
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
@@ -81,6 +82,7 @@ def in_order(module: fx.GraphModule, device: torch.device, inputs: Sequence[torc
     return Planned(module, _plan(graph, schedule, costs, {}), {})
 
 
+@no_traces()
 def others(
     module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],

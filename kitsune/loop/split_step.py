@@ -15,6 +15,7 @@ from kitsune.background import is_quiet
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.data_parallel import Reduction, bucket_bytes, reduced_facts
 from kitsune.capture.partition import BackwardPart
+from kitsune.capture.retention import no_traces
 from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.capture.watch import refuse_sending_hooks, refuse_surroundings, sending_hook_facts
 from kitsune.config import Config
@@ -314,6 +315,7 @@ class SplitStep(GuardedStep):
         self.chooser.may_improve = self._fuses(flat) or self._num_streams(flat) > 1
         return self._recorded(program, graph, flat, num_streams=1)
 
+    @no_traces()
     def _record_case(self, part: BackwardPart, missing: frozenset[int], beside: Recording | None) -> Recording | None:
         graphs = self._graphs
         assert graphs is not None
@@ -386,6 +388,7 @@ class SplitStep(GuardedStep):
             return False
         return is_quiet() if self._fusing is None else self._fusing.may_go_on()
 
+    @no_traces()
     def _exchange(
         self, program: SplitProgram, other: SplitProgram, graph: fx.GraphModule, flat: Sequence[torch.Tensor]
     ) -> bool:

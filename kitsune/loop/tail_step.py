@@ -16,6 +16,7 @@ from kitsune.background import refuse_recording
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.data_parallel import Buckets, Reduction
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
+from kitsune.capture.retention import no_traces
 from kitsune.capture.split_program import SplitProgram
 from kitsune.capture.tail_program import TailProgram, trace_tail
 from kitsune.capture.watch import (
@@ -198,6 +199,7 @@ class TailStep:
         self._recorded.clear()
         self._alone.clear()
 
+    @no_traces()
     def _record(
         self,
         tail: Tail,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kitsune.background import refuse_recording
+from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
 from kitsune.capture.trace import same_layout, trace
@@ -166,7 +167,7 @@ class UpdateStep:
             if refusal is not None:
                 raise RefusedError(refusal, passing=True)
             self._release_stale()
-            with sole_capture():
+            with sole_capture(), no_traces():
                 self._spend(key)
                 update = self._capture(params, grads, slots)
             self._make_room()
