@@ -1,8 +1,8 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `causal_masks`, `equality`, `lookups` and `retention`.
-`torch.compile` with a backend of one's own is public. What is not: exceptions that tell the line that could not be
-captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
+This is the only module that touches `torch._dynamo`, but for `aliases`, `causal_masks`, `equality`, `lookups` and
+`retention`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the line that
+could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
 guards, which functions a call runs, that it asks whether it is being compiled, which functions keep their results,
 what it takes a sequence for, the advice that Dynamo gives, and its marks on tensors.
 """
@@ -37,7 +37,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import causal_masks, equality, lookups
+from kitsune.capture import aliases, causal_masks, equality, lookups
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -354,6 +354,7 @@ def _strict_capture() -> Iterator[_Called]:
         ),
         equality.strict(),
         lookups.guarded(),
+        aliases.guarded(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),

@@ -5,9 +5,6 @@ None of it has a public reader in `torch`; this module is where it is read.
 
 from __future__ import annotations
 
-import dis
-import inspect
-import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
@@ -175,27 +172,6 @@ def parameter_hook_facts(params: Iterable[torch.Tensor]) -> list[Fact]:
     return [*facts, *(contents(fact.expected) for fact in facts if fact.expected is not None)]
 
 
-def _global_of(module: torch.nn.Module, own: set[int]) -> str | None:
-    """A global that the code of `forward` reads and that is one of the objects `own`, by id.
-
-    Dynamo knows such an object by the attribute where it met it first, and guards that alone.
-    """
-    forward = inspect.unwrap(getattr(module.forward, "__func__", module.forward))
-    if not isinstance(forward, types.FunctionType):
-        return None
-    places = forward.__globals__
-    own_names = [name for name, value in places.items() if id(value) in own]
-    return next((name for name in own_names if _reads_global(forward.__code__, name)), None)
-
-
-def _reads_global(code: types.CodeType, name: str) -> bool:
-    """Whether `code`, or a function that is defined in it, reads a global; attributes may have the same name."""
-    instructions = dis.get_instructions(code) if name in code.co_names else ()
-    if any(one.opname == "LOAD_GLOBAL" and one.argval == name for one in instructions):
-        return True
-    return any(_reads_global(inner, name) for inner in code.co_consts if isinstance(inner, types.CodeType))
-
-
 class Interceptor(ABC):
     """Stands in for the call of a module, in the place that `Module.compile` uses, or for what `torch.compile` has made
     the `forward` of a wrapper. What is there is a function, see `interceptor_in`."""
@@ -237,7 +213,6 @@ def has_compiled_parts(module: torch.nn.Module) -> bool:
 
 def refuse_module(module: torch.nn.Module) -> Refusal | None:
     """None if `module` is of a kind that can be captured."""
-    own = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
     for name, part in module.named_modules():
         place = f"module {name!r}" if name else "the model"
         if isinstance(part, DistributedDataParallel):
@@ -248,10 +223,6 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
         if (answered := refuse_interceptor(part._compiled_call_impl, place)) is not None:
             return answered
-        shared = _global_of(part, own)
-        if shared is not None:
-            problem = f"{place} reaches a part of the model through the global {shared!r}, which may be replaced unseen"
-            return Refusal(problem, remedy="reach it through an attribute of the module")
     for name, param in module.named_parameters():
         if type(param) is not torch.nn.Parameter:
             return Refusal(f"the parameter {name!r} is a {type(param).__name__}, not a plain Parameter")

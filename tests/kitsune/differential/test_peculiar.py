@@ -31,8 +31,6 @@ def check(name: str, form: str, **options: object) -> None:
 
 
 @pytest.mark.support("Models", "rules of their own for gradients, exchanged memory, state in containers", "replayed")
-    "Models", "state in containers and settings, backward passes of their own, exchanged memory", "as plain PyTorch"
-)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PECULIAR)
 def test_it_does_what_it_does_by_hand(name: str, form: str) -> None:
