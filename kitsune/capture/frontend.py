@@ -2,8 +2,8 @@
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `causal_masks`, `equality`, `lookups` and
 `retention`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the line that
-could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
-guards, which functions a call runs, that it asks whether it is being compiled, which functions keep their results,
+could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen,
+the guards, which functions a call runs, that it asks whether it is being compiled, which functions keep their results,
 what it takes a sequence for, the advice that Dynamo gives, and its marks on tensors.
 """
 
