@@ -209,7 +209,12 @@ def _is_long_parity(name: str) -> bool:
 
 def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Cases in which each value of each parameter occurs, and others as often as one another as far as that goes."""
-    values = {item: tuple(item.callspec.indices.items()) for item in cases if hasattr(item, "callspec")}
+    # By identity: their indices are those of the cases in newer versions of pytest.
+    values = {
+        item: tuple((name, id(value)) for name, value in item.callspec.params.items())
+        for item in cases
+        if hasattr(item, "callspec")
+    }
     kept = [item for item in cases if item not in values]
     used = Counter[tuple[str, int]]()
     missing = {value for some in values.values() for value in some}
