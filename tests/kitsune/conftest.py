@@ -123,6 +123,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Times eager steps and replays."""
     clock = Clock()
     monkeypatch.setattr(fallback, "time", clock)
+    monkeypatch.setattr(fallback, "involuntary_switches", lambda: clock.switches)
     for module in ("step_loop", "drop_in"):
         monkeypatch.setattr(f"kitsune.loop.{module}.synchronize", clock.synchronize)
     return clock
