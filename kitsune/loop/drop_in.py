@@ -34,7 +34,7 @@ from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.alive import find_alive
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
-from kitsune.loop.interception import ModuleFinder, TakenOver, call_module
+from kitsune.loop.interception import ModuleFinder, TakenOver, call_module, others_of, own_parts
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
 from kitsune.loop.scaling import LossScale, ScaledLosses
 from kitsune.loop.split_step import SplitStep
@@ -44,6 +44,9 @@ from kitsune.verification import Difference, Verification
 
 _PATIENCE_CALLS = 20
 """Calls of the model in a loop's first iteration after which `step()` is missed, if it was not called."""
+
+_PARTS_TOLD = 4
+"""So many parts of a module are named where it is refused."""
 
 
 class DropInLoop:
@@ -115,6 +118,7 @@ class DropInLoop:
             return
         refusal = refuse_interceptor(vars(module).get("forward")) or refuse_module(inside)
         if refusal is not None:
+            refusal = self._with_parts(refusal, inside)
             self._log.add(refusal)
             self._refusals[key] = refusal
             return
@@ -127,6 +131,15 @@ class DropInLoop:
             self._compiled[key] = _under_amp(_compiled_call(taken.compiled), kind, amp)
         if amp is not None and is_running:
             _run_this_call_under_amp(module, kind, amp, self._losses)
+
+    def _with_parts(self, refusal: Refusal, module: torch.nn.Module) -> Refusal:
+        """A refusal of `module`, with the parts that may be named in its place, where others train the rest of it."""
+        parts = own_parts(module, self)
+        if not parts or not others_of(module, self):
+            return refusal
+        kind, names = type(module).__name__, ", ".join(list(parts)[:_PARTS_TOLD])
+        remedy = f"name the parts of {kind} that this optimizer trains: KitsuneOptimizer(..., model=), with {names}"
+        return dataclasses.replace(refusal, remedy=remedy)
 
     def wraps(self, wrapper: DistributedDataParallel) -> None:
         """Lets `wrapper` reduce the gradients of the module that it is about to call."""
