@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from kitsune.background import is_quiet
+from kitsune.budget import CaptureBudget
 from kitsune.config import Mode
 from kitsune.errors import Refusal, RefusedError
+from kitsune.timing.samples import Samples, involuntary_switches
 
 Choice = Literal["eager", "replay"]
 
@@ -37,19 +39,21 @@ _MISSES_UNTIL_PAUSE = 3
 _PROBE_EVERY = 5000
 _DRIFT = 1.2
 
-_FREE_CAPTURES = 4
-_REPLAYS_PER_CAPTURE = 20
+# What was measured while something else disturbed the host is measured again so much later, each time more.
+_REVIEWS_SECONDS = (5.0, 30.0, 180.0)
+
+_UNDECIDED = "undecided while the host is disturbed"
 
 
 class Chooser:
     """Decides how the steps of one signature run.
 
-    In `"auto"` mode some steps run eagerly and are timed, the next are replayed and timed, and what
-    was faster stays; where that is not clear, it is repeated for a while. All of them are the user's
-    own steps, so measuring changes no result. What runs while kernels are compiled in the background is
+    In `"auto"` mode some steps run eagerly and are timed, the next are replayed and timed, which makes a round, and
+    what was faster stays; where that is not clear, there are more rounds for a while. All of them are the user's
+    own steps, so measuring changes no result. What runs while anything is captured, or compiled in the background, is
     not timed, and counts for nothing. Where eager steps that were faster become slower later, both are
-    timed again. In `"replay"` mode the first step is eager (it
-    initialises the optimizer's state) and nothing is timed.
+    timed again; so they are, a few times, where what they took was disturbed by something else on the host. In
+    `"replay"` mode the first step is eager (it initialises the optimizer's state) and nothing is timed.
 
     Args:
         mode: the configured mode.
@@ -78,15 +82,20 @@ class Chooser:
         self._synchronize = synchronize
         self._is_compiled = is_compiled
         self._seen: dict[Choice, int] = {"eager": _UNTIMED if was_met else 0, "replay": 0}
-        self._best: dict[Choice, float] = {}
+        self._round: dict[Choice, Samples] = {"eager": Samples(), "replay": Samples()}  # the present one
+        self._rounds: list[tuple[float, float]] = []  # what an eager step took in each, and a replayed one
+        self._samples: dict[Choice, Samples] = {"eager": Samples(), "replay": Samples()}  # of all rounds
         self._started: float | None = None
         self._spent = 0.0
         self._was_quiet = True  # at the start of the step
+        self._num_spells = self._num_switches = 0  # the same
         self._misses = 0
         self._lost_to: float | None = None  # seconds of an eager step, where replays were measured no faster
         self._probe_every = _PROBE_EVERY
         self._since = 0  # steps that were not probed
         self._probes: list[float] = []
+        self._reviews = list(_REVIEWS_SECONDS)
+        self._review_at: float | None = None  # where the choice was made under disturbance
         self.settled = mode == "eager"
         self.may_improve = self._is_spared = False
         self._rival: float | None = None
@@ -101,40 +110,45 @@ class Chooser:
     def start(self) -> None:
         """Marks the start of a step. The device is waited for only where the step may be timed."""
         self._was_quiet, self._started = is_quiet(), None
+        self._num_spells = CaptureBudget.num_spells
         is_timed = self._timing() and self._seen[self.next()] >= _UNTIMED
         if self._was_quiet and (is_timed or self._is_probing()):
             self._synchronize()
+            self._num_switches = involuntary_switches()
             self._started = time.perf_counter()
 
     def finish(self, choice: Choice, steps: int = 1) -> None:
         """Marks the end of a step (or of several) that ran as `choice`."""
         if self._auto and not (self._was_quiet and is_quiet()):
             return
+        has_captured = self._auto and self._num_spells != CaptureBudget.num_spells
         if self.settled:
-            if self._is_probing():
-                self._probe(steps)
-            else:
+            if self._review_at is not None and time.perf_counter() >= self._review_at:
+                self._review()
+            elif not self._is_probing():
                 self._since += 1
+            elif not has_captured:
+                self._probe(steps)
             return
         expected = self.next()
         self._misses = self._misses + 1 if expected != choice else 0
+        if has_captured and self._seen[choice] >= _UNTIMED:
+            return
         self._seen[choice] += 1
         if self._started is not None and self._timing() and self._seen[choice] > _UNTIMED:
-            self._synchronize()
-            elapsed = time.perf_counter() - self._started
-            self._spent += elapsed
-            seconds = elapsed / steps
-            self._best[choice] = min(seconds, self._best.get(choice, seconds))
-        if self._seen["replay"] < self._wanted or (self._auto and "replay" not in self._best):
+            self._sample(choice, steps)
+        if self._seen["replay"] < self._wanted or (self._auto and not self._round["replay"]):
             return
-        if self._is_clear():
+        if self._round["eager"]:
+            self._rounds.append((self._round["eager"].median(), self._round["replay"].median()))
+        if not self._auto or self._is_clear():
             self._settle()
         else:
-            self._seen = {"eager": 0, "replay": 0}
+            self._begin_round()
 
     def refuse(self, refusal: Refusal) -> None:
         """From now on steps of this signature run eagerly."""
-        self.refusal, self._lost_to = refusal, None
+        self.refusal, self._lost_to, self._review_at = refusal, None, None
         self.settled = True
 
     def reopen(self, rival: float | None = None) -> None:
@@ -146,9 +160,10 @@ class Chooser:
         """
         if self._auto and self.refusal is None:
             self._rival, self.has_lost = rival, False
-            self._seen = {"eager": 0, "replay": 0}
-            self._best.clear()
-            self._spent, self.settled, self._is_spared = 0.0, False, False
+            self._begin_round()
+            self._rounds.clear()
+            self._samples = {"eager": Samples(), "replay": Samples()}
+            self._spent, self.settled, self._is_spared, self._review_at = 0.0, False, False, None
 
     def will_not_improve(self) -> None:
         """Replays stay as they are: those that lose narrowly have lost."""
@@ -156,8 +171,17 @@ class Chooser:
         if self._is_spared:
             self.reopen()
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether both will be timed again, as something disturbed the host when they were."""
+        return self._review_at is not None
+
     def describe(self) -> tuple[str, str]:
         """The mode and its reason, as a `Status` gives them."""
+        mode, reason = self._describe()
+        return mode, f"{reason}; {_UNDECIDED}" if self.is_undecided else reason
+
+    def _describe(self) -> tuple[str, str]:
         if self.refusal is not None:
             return "eager", str(self.refusal)
         if not self.settled and not self._auto:
@@ -172,11 +196,24 @@ class Chooser:
 
     @property
     def eager_seconds(self) -> float | None:
-        return self._best.get("eager")
+        """What an eager step takes, in the round whose gain is the median of all."""
+        return self._seconds("eager")
 
     @property
     def replay_seconds(self) -> float | None:
-        return self._best.get("replay")
+        """What a replayed step takes in the same round, or took before if it had been faster than now."""
+        return self._rival if self.has_lost else self._seconds("replay")
+
+    def _seconds(self, choice: Choice) -> float | None:
+        if self._rounds:
+            eager, replay = self._median_round()
+            return eager if choice == "eager" else replay
+        return self._round[choice].median() if self._round[choice] else None
+
+    def _median_round(self) -> tuple[float, float]:
+        """The round with the median of the gains, the lower one of two."""
+        ranked = sorted(self._rounds, key=lambda times: times[0] / times[1])
+        return ranked[(len(ranked) - 1) // 2]
 
     def _timing(self) -> bool:
         # Timing waits for the device, so it pauses while replays fail one after the other.
@@ -199,54 +236,63 @@ class Chooser:
             self._probe_every *= 2
             self.reopen()
 
+    def _sample(self, choice: Choice, steps: int) -> None:
+        assert self._started is not None
+        self._synchronize()
+        elapsed = time.perf_counter() - self._started
+        num_switches = involuntary_switches() - self._num_switches
+        self._spent += elapsed
+        for samples in (self._round[choice], self._samples[choice]):
+            samples.add(elapsed / steps, num_switches)
+
+    def _begin_round(self) -> None:
+        self._seen = {"eager": 0, "replay": 0}
+        self._round = {"eager": Samples(), "replay": Samples()}
+
+    def _was_disturbed(self) -> bool:
+        return any(samples.were_disturbed() for samples in self._samples.values())
+
     def _is_clear(self) -> bool:
-        if not self._auto or self._spent >= _PATIENCE_SECONDS:
-            return True
-        if self._rival is not None and self._best["replay"] > self._rival:
+        if not self._rounds:
             return False
-        return self._best["replay"] < _CLEARLY_FASTER * self._best["eager"]
+        if self._spent >= _PATIENCE_SECONDS:
+            return True
+        eager, replay = self._median_round()
+        if (self._rival is not None and replay > self._rival) or self._was_disturbed():
+            return False
+        return replay < _CLEARLY_FASTER * eager
 
     def _settle(self) -> None:
         self.settled = True
-        if self._rival is not None and self._best["replay"] > self._rival:
-            self._best["replay"], self.has_lost = self._rival, True
-        if not self._auto or self._best["replay"] < self._best["eager"]:
+        if not self._auto:
+            return
+        eager, replay = self._median_round()
+        if self._rival is not None and replay > self._rival:
+            self.has_lost, replay = True, self._rival
+        if self._was_disturbed() and self._reviews:
+            self._review_at = time.perf_counter() + self._reviews.pop(0)
+        if replay < eager:
             return
         narrowly = _NARROWLY_UNFUSED if self._is_compiled() else _NARROWLY
-        self._is_spared = self.may_improve and self._best["replay"] < narrowly * self._best["eager"]
+        self._is_spared = self.may_improve and replay < narrowly * eager
         if not self._is_spared:
-            times = f"{self._best['replay'] * 1e6:.0f} us against {self._best['eager'] * 1e6:.0f} us"
+            times = f"{replay * 1e6:.0f} us against {eager * 1e6:.0f} us"
             self.refusal = Refusal(f"replay was measured no faster than eager ({times})")
-            self._lost_to, self._since = self._best["eager"], 0
+            self._lost_to, self._since = eager, 0
 
-
-class CaptureBudget:
-    """Limits how often something may be captured again: each capture must be followed by enough replays."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-
-    def spend(self, replays: int, cause: Refusal | None = None) -> None:
-        """Counts one capture.
-
-        Args:
-            cause: why what was captured before is no longer of use.
-
-        Raises:
-            RefusedError: there were too many for the number of replays so far.
-        """
-        self.captures += 1
-        if self.captures > _FREE_CAPTURES + replays // _REPLAYS_PER_CAPTURE:
-            text = f"it would have to be captured a {self.captures}th time after {replays} replays"
-            raise RefusedError(Refusal(text if cause is None else f"{text}: {cause.reason}"))
+    def _review(self) -> None:
+        """Times both again, as far as that decides anything."""
+        if self._lost_to is not None:
+            self.refusal = self._lost_to = None
+        self.reopen()
 
 
 class RefusalLog:
-    """Remembers every refusal once, and logs it once."""
+    """Remembers every refusal once, and logs it once; once more as a warning if it was none before."""
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
-        self._seen: dict[str, None] = {}
+        self._seen: dict[str, int] = {}  # and how loud each was told
 
     def part(self, name: str) -> RefusalLog:
         """The same log for a part of what it is about: what is logged is said of that part alone."""
@@ -271,8 +317,8 @@ class RefusalLog:
 
     def _note(self, level: int, message: str, refusal: Refusal | RefusedError) -> None:
         text = str(refusal)
-        if text not in self._seen:
-            self._seen[text] = None
+        if level > self._seen.get(text, logging.NOTSET):
+            self._seen[text] = level
             _log.log(level, message, self._subject, text)
 
     def reasons(self) -> tuple[str, ...]:

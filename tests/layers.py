@@ -21,6 +21,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "collection": (),
     "background": ("errors",),  # what whoever times or records must know of
     "bucketing": (),
+    "budget": (),  # what captures take, and may take
     "status": ("plan", "memory"),  # values: the loop makes them, the faces hand them out
     "verification": (),
     "device": (),  # what this machine can do
@@ -36,7 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "schedule": ("device", "plan", "graph", "timing"),
     "memory": ("device", "plan", "graph"),
     "execution": ("device", "native", "graph", "plan", "kernels", "memory"),
-    "fallback": (),
+    "fallback": ("budget", "timing"),
     "loop": (
         "status",
         "verification",
@@ -52,6 +53,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "schedule",
         "memory",
         "execution",
+        "budget",
         "fallback",
     ),
 }

@@ -98,7 +98,8 @@ class GuardedFunction:
     `GuardedFunction` gets a code object of its own.
 
     Attributes:
-        stale: a guard has failed; from then on every call is refused.
+        misfits: the latest call did not fit: what the graph depends on was not as at the capture. It may be again.
+        stale: no call will fit any more.
     """
 
     def __init__(self, function: Callable[..., Any], run: Run) -> None:
@@ -109,7 +110,7 @@ class GuardedFunction:
             function.__defaults__,
             function.__closure__,
         )
-        self.stale = False
+        self.misfits = self.stale = False
         self._function, self._retention = own, Retention(self, own.__code__)
         self._direct: _Direct | None = None
         self._is_direct_sought = False
@@ -131,18 +132,15 @@ class GuardedFunction:
                 function has not run.
         """
         self._thread.ran = False
-        if not self._called.hold():
-            self.stale = True
-            raise RefusedError(_CHANGED, passing=True)
         is_captured = self._graph is not None
+        if is_captured and not self.fits(*args):
+            raise RefusedError(_CHANGED, passing=True)
         try:
-            if self._direct is not None and self._direct.fits(args):
+            if self._direct is not None:
                 result = self._direct.run(*args)
             elif is_captured:
                 with sole_capture():  # what Dynamo has compiled refuses to run while anything is traced
                     result = self._compiled(*args)
-                if not self._is_direct_sought:
-                    self._is_direct_sought, self._direct = True, _Direct.of(self._function)
             else:
                 _refuse_marks(args)
                 with _strict_capture() as called, self._retention.noted():
@@ -152,7 +150,7 @@ class GuardedFunction:
                 self._called = facts_type()(self._called_facts)
         except exc.TorchDynamoException as error:
             if is_captured:  # Dynamo tries again only after a guard has failed
-                self.stale = True
+                self.misfits = self.stale = True
                 raise RefusedError(_CHANGED, passing=True) from error
             # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
             passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
@@ -168,6 +166,17 @@ class GuardedFunction:
         if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
+
+    def fits(self, *args: Any) -> bool:
+        """Whether a call would run the graph that was captured. Where only Dynamo can tell, as if it would."""
+        if self._graph is None:
+            return True
+        if not self._is_direct_sought:
+            self._is_direct_sought, self._direct = True, _Direct.of(self._function)
+        direct = self._direct
+        self.stale |= direct is not None and direct.is_void
+        self.misfits = self.stale or not self._called.hold() or not (direct is None or direct.fits(args))
+        return not self.misfits
 
     def through(self, run: Run, *args: Any) -> Any:
         """As a call, effects on Python objects included, but that `run` answers in place of the captured graph.
@@ -245,9 +254,14 @@ class _Direct:
         compiled = entries[0].code
         return cls(function, entries[0]) if compiled.co_freevars == code.co_freevars else None
 
+    @property
+    def is_void(self) -> bool:
+        """Whether something that is guarded no longer exists: others may have come to its address."""
+        return self._guards.cache_entry is None
+
     def fits(self, args: tuple[Any, ...]) -> bool:
         """Whether all guards hold for a call with these arguments."""
-        if self._guards.cache_entry is None or len(args) != len(self._names):  # what it guards may no longer exist
+        if self.is_void or len(args) != len(self._names):
             return False
         local = dict(zip(self._names, args, strict=True))
         try:
@@ -260,7 +274,7 @@ class _Direct:
     def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
         """See `GuardedFunction.repetition`."""
         reads = reads_of(self.run, args, tuple(kwargs))
-        if reads is None or len(self._names) != 2 or self._guards.cache_entry is None:
+        if reads is None or len(self._names) != 2 or self.is_void:
             return None
         return Repetition(
             facts=(attribute(self._guards, "cache_entry"), *reads.facts),

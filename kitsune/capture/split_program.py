@@ -91,7 +91,7 @@ def trace_split(
         result for result in dataflow.outputs(graph.graph) if result is not None and _example(result).requires_grad
     ]
     if not heads:
-        raise RefusedError(Refusal("no output of the model requires a gradient"))
+        raise RefusedError(Refusal("no output of the model requires a gradient"), passing=True)
     ends = set[fx.Node]() if bucket_bytes is None else boundaries(graph.graph, heads, bucket_bytes)
     if ends:
         with suppress(RefusedError):

@@ -27,8 +27,14 @@ from kitsune.native.facts import Fact, attribute, contents, item, members, resul
 Style = Literal["fused", "composed"]
 
 CONSTANTS = "a hyperparameter beside the learning rate"
+OPTIONS = "the optimizer's options"
 
 _COMPOSED_DTYPES = (torch.float32, torch.float64)
+
+
+def changed(what: str) -> Refusal:
+    """Why what was captured is of no use at present."""
+    return Refusal(f"{what} changed since the capture")
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -148,6 +154,7 @@ class Binding:
         self._optimizer = optimizer
         self._found_inf = found_inf
         self.params = tuple(params)
+        self._is_composable = all(param.dtype in _COMPOSED_DTYPES for param in self.params)
         self.style: Style = self._choose_style(composed)
         self._mirrors = Mirrors(rule)
         self._group_ids = _group_ids(optimizer)
@@ -206,12 +213,13 @@ class Binding:
         """Makes the graph's inputs those of the coming step; None, or what has changed since the capture.
 
         The answer `CONSTANTS` means that a hyperparameter changed that the fused update holds as a
-        constant, so that the composed update should be captured instead.
+        constant, so that the composed update should be captured instead; `OPTIONS`, that the optimizer
+        does something else now, and that this may be of use again.
         """
         if _group_ids(self._optimizer) != self._group_ids:
             return "the optimizer's parameters"
         if self._select() != self._selection:
-            return CONSTANTS if self.style == "fused" else "the optimizer's options"
+            return CONSTANTS if self._may_be_composed() else OPTIONS
         if not self._has_same_state():
             return "the optimizer's state"
         if [tensor.data_ptr() for tensor in self._state_tensors] != self._addresses:
@@ -220,6 +228,10 @@ class Binding:
             return "the optimizer's step counts"
         self._take_numbers()
         return None
+
+    def suits(self) -> bool:
+        """Whether `refresh` would not answer `OPTIONS`."""
+        return self._select() == self._selection or self._may_be_composed()
 
     def facts(self) -> list[Fact] | None:
         """What must stay for `refresh` to have nothing to do but to follow step counts and numbers.
@@ -287,12 +299,14 @@ class Binding:
     def _choose_style(self, composed: bool) -> Style:
         if not composed and self._refuse_fused() is None and self._is_uniform():
             return "fused"
-        dtypes = {param.dtype for param in self.params}
-        if dtypes <= set(_COMPOSED_DTYPES):
+        if self._is_composable:
             return "composed"
-        raise RefusedError(
-            Refusal(f"there is no captured update for parameters of {', '.join(sorted(map(str, dtypes)))}")
-        )
+        dtypes = ", ".join(sorted({str(param.dtype) for param in self.params}))
+        raise RefusedError(Refusal(f"there is no captured update for parameters of {dtypes}"))
+
+    def _may_be_composed(self) -> bool:
+        """Whether numbers that are constants here would be inputs of another update."""
+        return self.style == "fused" and self._is_composable
 
     def _refuse_fused(self) -> Refusal | None:
         taken = set(map(id, self.params))

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from kitsune.budget import CaptureBudget
 from kitsune.capture.data_parallel import Reduction, active_wrapper, refuse_reducer
 from kitsune.capture.following import unfollowed
 from kitsune.capture.frontend import compiled_inside
@@ -33,7 +34,7 @@ from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.alive import find_alive
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import Call
-from kitsune.loop.interception import ModuleFinder, TakenOver, call_module
+from kitsune.loop.interception import ModuleFinder, TakenOver, call_module, others_of, own_parts
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
 from kitsune.loop.scaling import LossScale, ScaledLosses
 from kitsune.loop.split_step import SplitStep
@@ -44,6 +45,9 @@ from kitsune.verification import Difference, Verification
 _PATIENCE_CALLS = 20
 """Calls of the model in a loop's first iteration after which `step()` is missed, if it was not called."""
 
+_PARTS_TOLD = 4
+"""So many parts of a module are named where it is refused."""
+
 
 class DropInLoop:
     """What a `KitsuneOptimizer` does with the loop that it finds itself in.
@@ -52,8 +56,8 @@ class DropInLoop:
     signature are decided on together: their iterations run eagerly or replayed, and are timed from
     the first call to the end of `step`.
 
-    At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first. Where graphs
-    keep their memory, a call before the backward pass of an earlier one has graphs of its own, as if of another
+    At most `config.max_graphs` of these hold graphs, which keep them for as long as they are used now and then. Where
+    graphs keep their memory, a call before the backward pass of an earlier one has graphs of its own, as if of another
     signature.
 
     Args:
@@ -76,17 +80,23 @@ class DropInLoop:
         self._gradients: dict[int, torch.Tensor] = {}
         self._streams = StreamPool()
         self._update_log = log.part("the update")
+        self._budget = CaptureBudget(config)
         self._update = UpdateStep(
-            optimizer, self._gradients, config=config, streams=self._streams, log=self._update_log
+            optimizer,
+            self._gradients,
+            config=config,
+            streams=self._streams,
+            budget=self._budget,
+            log=self._update_log,
         )
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, Call] = {}
         self._compiled: dict[int, Call] = {}  # of those that torch.compile has compiled, what their calls are
+        self._witnesses: dict[int, torch.nn.Parameter] = {}  # that modules are trained, the latest one of each
         self._refusals: dict[int, Refusal] = {}
         self._reduced: dict[int, Reduction] = {}  # of the modules of which a wrapper reduces the gradients
         self._taken: list[TakenOver] = []
-        self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, log)
-        self._most_pending = max(config.max_graphs // 2, 1)  # of one signature
+        self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, self._budget, log)
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
         self._latest_updated = False
@@ -108,6 +118,7 @@ class DropInLoop:
             return
         refusal = refuse_interceptor(vars(module).get("forward")) or refuse_module(inside)
         if refusal is not None:
+            refusal = self._with_parts(refusal, inside)
             self._log.add(refusal)
             self._refusals[key] = refusal
             return
@@ -120,6 +131,15 @@ class DropInLoop:
             self._compiled[key] = _under_amp(_compiled_call(taken.compiled), kind, amp)
         if amp is not None and is_running:
             _run_this_call_under_amp(module, kind, amp, self._losses)
+
+    def _with_parts(self, refusal: Refusal, module: torch.nn.Module) -> Refusal:
+        """A refusal of `module`, with the parts that may be named in its place, where others train the rest of it."""
+        parts = own_parts(module, self)
+        if not parts or not others_of(module, self):
+            return refusal
+        kind, names = type(module).__name__, ", ".join(list(parts)[:_PARTS_TOLD])
+        remedy = f"name the parts of {kind} that this optimizer trains: KitsuneOptimizer(..., model=), with {names}"
+        return dataclasses.replace(refusal, remedy=remedy)
 
     def wraps(self, wrapper: DistributedDataParallel) -> None:
         """Lets `wrapper` reduce the gradients of the module that it is about to call."""
@@ -157,7 +177,7 @@ class DropInLoop:
         call = self._calls[id(module)]
         eager = self._compiled.get(id(module), call)
         args, kwargs = unfollowed(args), unfollowed(kwargs)
-        if is_traced or not torch.is_grad_enabled():
+        if is_traced or not (torch.is_grad_enabled() and self._is_trained(module, args, kwargs)):
             return eager(args, kwargs)
         if self._is_paused or self._config.mode == "eager":
             self._begin_plainly(module)
@@ -171,11 +191,11 @@ class DropInLoop:
             self._begin_plainly(module)
             return eager(args, kwargs)
         signature = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
-        if self._config.mode == "auto" and self._steps.is_new((signature, 0)):
+        if self._config.mode == "auto" and self._steps.is_new(signature):
             self._num_new_calls += 1
             self._begin_plainly(module)
             return eager(args, kwargs)
-        step = self._latest = self._step_of(signature, partial(self._make, module, call))
+        step = self._latest = self._steps.get(signature, args, kwargs, partial(self._make, module, call))
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -195,19 +215,22 @@ class DropInLoop:
         self._note_call(step, choice)
         return output
 
+    def _is_trained(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether gradients are wanted of a call: of a parameter or an input. Else it is as if within `no_grad`."""
+        witness = self._witnesses.get(id(module))
+        if witness is not None and witness.requires_grad:
+            return True
+        for param in module.parameters():
+            if param.requires_grad:
+                self._witnesses[id(module)] = param
+                return True
+        return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs)))
+
     def _begin_plainly(self, module: torch.nn.Module) -> None:
         """A call runs as it is, or as if."""
         reduction = self._reduced.get(id(module))
         if reduction is not None:
             reduction.begin_plainly()
-
-    def _step_of(self, signature: Hashable, make: Callable[[], SplitStep]) -> SplitStep:
-        """The step of a signature whose memory is not in use; the last one where all that may be are."""
-        for place in range(self._most_pending):
-            step = self._steps.get((signature, place), make)
-            if not step.is_pending():
-                break
-        return step
 
     def _note_call(self, step: SplitStep, choice: Choice) -> None:
         """A call of `step` in this iteration ran as `choice`; if they differ, all of them count as eager."""
@@ -381,7 +404,7 @@ class DropInLoop:
             covered=covered,
             executor=None if latest is None else latest.executor,
             fused=latest is not None and latest.is_fused,
-            setup_seconds=self._steps.setup_seconds + self._update.setup_seconds,
+            setup_seconds=self._budget.seconds,
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
             graphs=self._steps.graphs,
@@ -439,14 +462,14 @@ class DropInLoop:
         self._log.do_without(refusal)
         return None
 
-    def _make(self, module: torch.nn.Module, call: Call) -> SplitStep:
+    def _make(self, module: torch.nn.Module, call: Call, was_met: bool) -> SplitStep:
         # Nothing here may refer to the loop: it must die with its optimizer.
         is_whole = id(module) in self._compiled
         chooser = Chooser(
             self._config.mode,
             partial(_synchronize, self._optimizer),
             is_compiled=lambda: is_whole or has_compiled_parts(module),
-            was_met=self._config.mode == "auto",
+            was_met=was_met or self._config.mode == "auto",
         )
         config = self._config
         if self._losses is not None:  # from the loss on, gradients would not go through the nodes that scale them
@@ -458,6 +481,8 @@ class DropInLoop:
             config=config,
             streams=self._streams,
             chooser=chooser,
+            admission=self._steps,
+            budget=self._budget,
             log=self._log,
             reduction=self._reduced.get(id(module)) if config.defer_loss else None,
         )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import fx
 
 from kitsune.background import refuse_recording
+from kitsune.budget import CaptureBudget
 from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.watch import refuse_backward_hooks, refuse_surroundings, refuse_wrapper_hooks, wrappers_of
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
-from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.fallback import Chooser, RefusalLog
 from kitsune.loop.ceiling import spend_capture
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -27,7 +28,23 @@ RunApart = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 _T = TypeVar("_T")
 
-_GAVE_WAY = Refusal("its graphs had given way to those of other signatures, of which max_graphs are kept")
+
+class Admission(Protocol):
+    """Says which steps may capture."""
+
+    def check(self, step: GuardedStep) -> None:
+        """Raises `RefusedError` where `step` may not capture now."""
+
+    def enter(self, step: GuardedStep) -> None:
+        """`step`, which was checked, captures now; others make room for it."""
+
+
+class _EndedEarly(Exception):
+    """A call has come as far as to its graph, which is not to be run."""
+
+
+def _end(_graph: fx.GraphModule, _flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise _EndedEarly
 
 
 class ReplayedApart(NamedTuple):
@@ -45,33 +62,44 @@ class ReplayedApart(NamedTuple):
 
 
 class GuardedStep(ABC):
-    """Replays the calls of a function that have one signature.
+    """Replays the calls of a function that have one signature, in one state of what Python's code depends on.
 
     Args:
         module: the module that the function calls.
         call: the function; called with positional and keyword arguments.
         config: the options.
         chooser: decides whether calls of this signature are replayed.
+        admission: asked before anything is captured; it is not kept alive.
+        budget: told of the time that captures take.
         log: told of every refusal.
 
     Attributes:
         declined: why the latest call could not be replayed; None if it could.
-        gave_way: whether what was captured has been released for the graphs of other signatures.
+        misfits: what was captured is kept, and did not fit a call.
+        cause: why the latest capture that was of its signature does not serve; None where there was none.
         replays: calls that were replayed.
-        setup_seconds: time spent on captures.
+        is_first: nothing of its signature was captured before what it has captured latest.
     """
 
     def __init__(
-        self, module: torch.nn.Module, call: Call, *, config: Config, chooser: Chooser, log: RefusalLog
+        self,
+        module: torch.nn.Module,
+        call: Call,
+        *,
+        config: Config,
+        chooser: Chooser,
+        admission: Admission,
+        budget: CaptureBudget,
+        log: RefusalLog,
     ) -> None:
         self.chooser = chooser
         self.declined: Refusal | None = None
-        self.gave_way = False
+        self.misfits = False
+        self.cause: Refusal | None = None
         self.replays = 0
-        self.setup_seconds = 0.0
+        self.is_first = True
         self.module, self._call = module, call
-        self._config, self._log = config, log
-        self._budget = CaptureBudget()
+        self._config, self._admission, self._budget, self._log = config, weakref.ref(admission), budget, log
         self._earned = 0  # replays that were counted when it was captured anew
         self._guarded: GuardedFunction | None = None
         self._wrappers: Sequence[torch.nn.Module] = ()  # torch.compile's, in the captured module
@@ -80,6 +108,26 @@ class GuardedStep(ABC):
     @abstractmethod
     def executor(self) -> str | None:
         """What runs the captured graph; None while there is none."""
+
+    def is_pending(self) -> bool:
+        """Whether what was captured cannot be replayed before something else has happened."""
+        return False
+
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether there is something captured, in a state in which it answers this call."""
+        return self.executor is not None and self._guarded is not None and self._guarded.fits(args, kwargs)
+
+    def misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Refusal | None:
+        """Why what was captured does not fit this call; None if it does. Nothing runs."""
+        if self._guarded is None:
+            return self.cause
+        try:
+            self._guarded.through(_end, args, kwargs)
+        except _EndedEarly:
+            return None
+        except RefusedError as error:
+            return error.refusal
+        raise AssertionError("a call without its graph raises")
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """Answers a call: (True, its result), or (False, None), with nothing done, if it has to run eagerly."""
@@ -164,25 +212,30 @@ class GuardedStep(ABC):
 
     def _replay(self, replay: Callable[[GuardedFunction], _T]) -> _T:
         if self._guarded is None:
+            self._admitting().check(self)
             self._wrappers = wrappers_of(self.module)
         refusal = self._refuse_call()
         if refusal is None and self._guarded is None:
             refusal = self._refuse_capture()
         if refusal is not None:
             raise RefusedError(refusal, passing=True)
-        if self._guarded is not None:
-            return replay(self._guarded)
-        with sole_capture(), no_traces():
-            self._budget.spend(self.replays, _GAVE_WAY if self.gave_way else self.declined)
-            spend_capture(self.module, self.replays - self._earned)
-            self._earned = self.replays
-            self.gave_way = False
-            started = time.perf_counter()
-            try:
+        try:
+            if self._guarded is not None:
+                return replay(self._guarded)
+            with sole_capture(), no_traces(), self._budget.capturing():
+                self._admitting().enter(self)
+                spend_capture(self.module, self.replays - self._earned)
+                self._earned = self.replays
                 self._guarded = GuardedFunction(self._call, self._run)
                 return replay(self._guarded)
-            finally:
-                self.setup_seconds += time.perf_counter() - started
+        except RefusedError as error:
+            self.cause = error.refusal
+            raise
+
+    def _admitting(self) -> Admission:
+        admission = self._admission()
+        assert admission is not None, "steps are called by those who keep them"
+        return admission
 
     def _decline(self, error: RefusedError) -> None:
         # Dynamo refuses backward hooks for good, but they may go again.
@@ -190,7 +243,9 @@ class GuardedStep(ABC):
         refused = error if hooks is None else RefusedError(hooks, passing=True)
         self._log.add(refused)
         self.declined = refused.refusal
-        if self._guarded is not None and (self._guarded.stale or self.executor is None or hooks is not None):
-            self.release()
+        if self._guarded is not None:
+            self.misfits |= self._guarded.misfits
+            if self._guarded.stale or self.executor is None or hooks is not None:
+                self.release()
         if not refused.passing:
             self.chooser.refuse(refused.refusal)

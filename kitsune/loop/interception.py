@@ -5,6 +5,9 @@ accounted for. Its calls are taken over through `Module._compiled_call_impl`, th
 `Module.compile()` uses: unlike a patched `forward` it is dropped by deepcopy and pickle, and leaves
 `forward` and the hooks as they are.
 
+A module that several optimizers train is left as it is, and its parts are found in its place, if it has a few of them
+for each optimizer, and calls them.
+
 What is compiled as a whole is found before it is called: the hook would be compiled with it, and all again without.
 What `torch.compile` has wrapped is called as `forward` of the wrapper, whose own hooks run around that.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +29,12 @@ from kitsune.capture.global_hooks import is_own_away, look_at_calls, num_absence
 from kitsune.capture.watch import Interceptor, interceptor_in, is_compiled
 from kitsune.errors import Refusal
 from kitsune.loop.alive import outermost_modules
+
+# A module is seen as parts for optimizers that train no more of them: many small calls are no faster when replayed.
+_MOST_PARTS = 4
+
+# So many calls show whether a module calls its parts.
+_CALLS_OF_PARTS = 2
 
 # Looking costs a hook at every module call, so it ends even if some parameters belong to no module.
 PATIENCE_STEPS = 20
@@ -75,6 +84,7 @@ class ModuleFinder:
         _takers.take(self._missing, taker)
         self._taker = weakref.ref(taker)
         self._wrappers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._parted: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # with their calls
         self._steps_left = PATIENCE_STEPS
         self._absences = num_absences()
         self._has_looked_at_compiled = False  # since there was an iteration
@@ -144,11 +154,24 @@ class ModuleFinder:
             return
         # There may be none in this call and some in the next one, as others stand in for them in a functional_call.
         present = self._missing & set(map(id, module.parameters()))
+        if present and self._is_parted(module):
+            return
         self._missing -= present
         if not self._missing:
             self.stop()
         if any(_takers.of(param) in (taker, None) for param in present):
             taker.found(module, is_running=is_running)
+
+    def _is_parted(self, module: torch.nn.Module) -> bool:
+        """Whether the parts of `module` are looked for in its place."""
+        if self._only is not None or is_compiled(module) or any(one.module is module for one in self._wrappers):
+            return False
+        if not _may_be_parted(module):
+            return False
+        calls = self._parted[module] = self._parted.get(module, 0) + 1
+        return calls <= _CALLS_OF_PARTS or any(
+            isinstance(part._compiled_call_impl, Interceptor) for part in module.modules()
+        )
 
 
 def _inside(module: torch.nn.Module) -> torch.nn.Module:
@@ -203,6 +226,38 @@ def _function_of(interceptor: Interceptor) -> Callable[..., Any]:
 
     call.interceptor = interceptor  # type: ignore[attr-defined]
     return call
+
+
+def own_parts(module: torch.nn.Module, taker: CallTaker) -> dict[str, torch.nn.Module]:
+    """The largest parts of `module` that hold parameters of `taker` and of no other, by name."""
+    return dict(_own_parts(module, taker, ""))
+
+
+def others_of(module: torch.nn.Module, taker: CallTaker) -> list[CallTaker]:
+    """Who beside `taker` looked last for the modules of any parameters of `module`."""
+    return [other for other in _takers_of(module) if other is not taker]
+
+
+def _takers_of(module: torch.nn.Module) -> list[CallTaker]:
+    found = {id(taker): taker for param in module.parameters() if (taker := _takers.of(id(param))) is not None}
+    return list(found.values())
+
+
+def _own_parts(module: torch.nn.Module, taker: CallTaker, name: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    takers = _takers_of(module)
+    if taker not in takers:
+        return
+    if len(takers) == 1 and type(module).forward is not torch.nn.Module.forward:  # lists of modules are not called
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _own_parts(child, taker, f"{name}.{child_name}" if name else child_name)
+
+
+def _may_be_parted(module: torch.nn.Module) -> bool:
+    """Whether there are several takers, each of which has parts of its own, but a few."""
+    takers = _takers_of(module)
+    return len(takers) > 1 and all(1 <= len(own_parts(module, taker)) <= _MOST_PARTS for taker in takers)
 
 
 class TakenOver(Interceptor):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from kitsune.background import is_quiet
+from kitsune.budget import CaptureBudget
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.data_parallel import Reduction, bucket_bytes, reduced_facts
 from kitsune.capture.partition import BackwardPart
@@ -29,7 +29,7 @@ from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.fusing import Fusing
-from kitsune.loop.guarded_step import Call, GuardedStep, RunApart
+from kitsune.loop.guarded_step import Admission, Call, GuardedStep, RunApart
 from kitsune.loop.recording import Recording
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
@@ -50,6 +50,8 @@ class SplitStep(GuardedStep):
         gradients: static gradients by address, for the optimizer's update to read in place;
             entries are added here.
         chooser: decides whether calls of this signature are replayed.
+        admission: asked before anything is captured.
+        budget: told of the time that captures take.
         reduction: of a wrapped module, whose gradients may reach no node of autograd's.
     """
 
@@ -62,10 +64,12 @@ class SplitStep(GuardedStep):
         config: Config,
         streams: StreamPool,
         chooser: Chooser,
+        admission: Admission,
+        budget: CaptureBudget,
         log: RefusalLog,
         reduction: Reduction | None = None,
     ) -> None:
-        super().__init__(module, call, config=config, chooser=chooser, log=log)
+        super().__init__(module, call, config=config, chooser=chooser, admission=admission, budget=budget, log=log)
         self._gradients, self._streams, self._reduction = gradients, streams, reduction
         self._recorder = BackwardRecorder(config, streams, log)
         self._graphs: CallGraphs | None = None
@@ -185,8 +189,6 @@ class SplitStep(GuardedStep):
         """To be called after each; how many of its backward passes ran operator by operator."""
         if self._graphs is None:
             return 0
-        if self._graphs.tail_step is not None:
-            self.setup_seconds += self._graphs.tail_step.take_setup_seconds()
         if not self._graphs.has_gone_back:
             return 0
         wants_recordings = self._graphs.wants_recordings and self.chooser.refusal is None
@@ -233,9 +235,8 @@ class SplitStep(GuardedStep):
         if not may_try_shortcut(self._num_shortcuts, self.replays):
             return None
         self._num_shortcuts += 1
-        started = time.perf_counter()
-        shortcut = self._make_shortcut(args, kwargs, flat)
-        self.setup_seconds += time.perf_counter() - started
+        with self._budget.spending():
+            shortcut = self._make_shortcut(args, kwargs, flat)
         if shortcut is None or self._refuse_call() is not None:
             return None
         inputs = shortcut.inputs(args, kwargs)
@@ -319,12 +320,10 @@ class SplitStep(GuardedStep):
     def _record_case(self, part: BackwardPart, missing: frozenset[int], beside: Recording | None) -> Recording | None:
         graphs = self._graphs
         assert graphs is not None
-        started = time.perf_counter()
         autocast = torch.autocast(graphs.program.tangents[0].device.type, enabled=False)
-        with torch.inference_mode(False), torch.no_grad(), autocast:  # `optimizer.step()` may be in any of them
-            recording = self._recorder.record_case(graphs.program, graphs.forward, part, missing, beside)
-        self.setup_seconds += time.perf_counter() - started
-        return recording
+        with self._budget.spending(), torch.inference_mode(False), torch.no_grad(), autocast:
+            # `optimizer.step()` may be in any of them
+            return self._recorder.record_case(graphs.program, graphs.forward, part, missing, beside)
 
     def _fuses(self, flat: Sequence[torch.Tensor]) -> bool:
         return self._config.fuses() and refuse_fusion(flat[0].device) is None
@@ -339,15 +338,17 @@ class SplitStep(GuardedStep):
 
         Fusing is taken back where it was no use.
         """
-        started = time.perf_counter()
         if self._unfused is not None and self.chooser.settled:
             if self._takes_back():
-                self._exchange(self._unfused, self._unfused, graph, flat)
+                with self._budget.spending():
+                    self._exchange(self._unfused, self._unfused, graph, flat)
                 self._log.do_without(Refusal("the call was measured to be no faster when it is fused"))
-                self.setup_seconds += time.perf_counter() - started
             self._unfused = None
-        if not self._improves_next():
-            return
+        if self._improves_next():
+            with self._budget.spending():
+                self._improve(graph, flat)
+
+    def _improve(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
         assert self._graphs is not None
         program = self._graphs.program
         fused = None
@@ -356,7 +357,6 @@ class SplitStep(GuardedStep):
                 self._fusing = self._fusing or call_fusing(program, flat[0].device)
             if self._fusing is not None:
                 if not self._fusing.advance():
-                    self.setup_seconds += time.perf_counter() - started
                     return
                 fused = fused_call(program, self._fusing, flat, self._log.do_without)
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
@@ -366,11 +366,10 @@ class SplitStep(GuardedStep):
         if fused is not None and self._exchange(fused, program, graph, flat):
             self._unfused, self.chooser.may_improve = program, False
             self.chooser.reopen(self.chooser.replay_seconds)
-        else:
-            if fused is None and self._num_streams(flat) > 1:
-                self._exchange(program, program, graph, flat)
-            self.chooser.will_not_improve()
-        self.setup_seconds += time.perf_counter() - started
+            return
+        if fused is None and self._num_streams(flat) > 1:
+            self._exchange(program, program, graph, flat)
+        self.chooser.will_not_improve()
 
     def _takes_back(self) -> bool:
         """Whether the next call that goes the long way has the graphs recorded anew, as they were before fusing."""
@@ -380,7 +379,7 @@ class SplitStep(GuardedStep):
         """Whether the graphs will be recorded anew, for better ones."""
         if not (self.chooser.may_improve and self.chooser.settled):
             return False
-        return self._budget.captures == 1 or self.replays - self._captured_at >= _REPLAYS_BEFORE_MORE_TRIALS
+        return self.is_first or self.replays - self._captured_at >= _REPLAYS_BEFORE_MORE_TRIALS
 
     def _improves_next(self) -> bool:
         """Whether the next call that goes the long way has the graphs improved, as far as that can be at present."""
@@ -454,6 +453,7 @@ class SplitStep(GuardedStep):
             self._gradients,
             config=self._config,
             recorder=self._recorder,
+            budget=self._budget,
             log=self._log,
             reduction=self._reduction,
         )

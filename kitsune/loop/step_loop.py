@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from kitsune.budget import CaptureBudget
 from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.signature import call_signature
 from kitsune.capture.state import note_step
@@ -28,7 +29,7 @@ from kitsune.fusion.ahead import expect
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.cache import StepCache
 from kitsune.loop.comparison import StepComparison
-from kitsune.loop.whole_step import WholeStep
+from kitsune.loop.whole_step import UpdateForm, WholeStep
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Plan
 from kitsune.status import Status
@@ -40,15 +41,17 @@ _OVERLAP = "the training step is called while another call of it runs; calls mus
 class StepLoop:
     """The steps of one `TrainStep`.
 
-    At most `config.max_graphs` signatures hold graphs; the least recently used ones are released first.
+    At most `config.max_graphs` of them hold graphs, which keep them for as long as they are used now and then.
     """
 
     def __init__(self, spec: StepSpec, config: Config, device: torch.device, log: RefusalLog) -> None:
         self._spec, self._config, self._device, self._log = spec, config, device, log
         self._pool, self._memory = GraphPool(StreamPool()), MemoryPool()
         self._accumulators = Accumulators(spec)
+        self._form = UpdateForm(config.compile)  # Inductor fuses composed updates; fused ones are opaque to it
         phases = 1 if spec.accumulate == 1 else 2
-        self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, log)
+        self._budget = CaptureBudget(config)
+        self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, self._budget, log)
         self._latest: WholeStep | None = None
         self._is_idle = threading.Lock()
         self._fallbacks = 0
@@ -95,7 +98,7 @@ class StepLoop:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         phase = self._accumulators.phase()
-        step = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
+        step = self._step_for(phase, args, kwargs)
         self._latest = step
         choice = step.chooser.next()
         step.chooser.start()
@@ -124,7 +127,7 @@ class StepLoop:
         """
         with self._alone():
             phase = self._accumulators.phase()
-            step = self._steps.get(self._key(phase, args, kwargs), partial(self._make, phase))
+            step = self._step_for(phase, args, kwargs)
             if step.chooser.refusal is not None:
                 return Verification(False, reason=str(step.chooser.refusal))
             grads = [(param, param.grad) for param in self._spec.params()]
@@ -162,7 +165,7 @@ class StepLoop:
 
     def measured_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         """The plan by which the present step would be replayed, with times of its tasks; None where it runs eagerly."""
-        step = self._steps.find(self._key(self._accumulators.phase(), args, kwargs))
+        step = self._steps.find(self._key(self._accumulators.phase(), args, kwargs), args, kwargs)
         return None if step is None else step.measured_plan(args, kwargs)
 
     def status(self) -> Status:
@@ -175,7 +178,7 @@ class StepLoop:
             covered=("forward", "loss", "backward", "update") if mode == "replay" else (),
             executor=None if latest is None else latest.executor,
             fused=plan is not None and plan.is_fused,
-            setup_seconds=self._steps.setup_seconds,
+            setup_seconds=self._budget.seconds,
             eager_seconds=None if latest is None else latest.chooser.eager_seconds,
             replay_seconds=None if latest is None else latest.chooser.replay_seconds,
             graphs=self._steps.graphs,
@@ -207,22 +210,30 @@ class StepLoop:
         self._accumulators.advance()
         return comparison.loss
 
+    def _step_for(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WholeStep:
+        return self._steps.get(self._key(phase, args, kwargs), args, kwargs, partial(self._make, phase))
+
     def _key(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         return phase, call_signature(args, kwargs, self._spec.module, self._device)
 
-    def _make(self, phase: Phase) -> WholeStep:
+    def _make(self, phase: Phase, was_met: bool) -> WholeStep:
         is_compiled = partial(has_compiled_parts, self._spec.module)
-        chooser = Chooser(self._config.mode, partial(synchronize, self._device), is_compiled=is_compiled)
+        chooser = Chooser(
+            self._config.mode, partial(synchronize, self._device), is_compiled=is_compiled, was_met=was_met
+        )
         if self._refusal is not None:
             chooser.refuse(self._refusal)
         return WholeStep(
             self._spec,
             phase,
             self._accumulators,
+            self._form,
             config=self._config,
             pool=self._pool,
             memory=self._memory,
             chooser=chooser,
+            admission=self._steps,
+            budget=self._budget,
             log=self._log,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kitsune.background import refuse_recording
+from kitsune.budget import CaptureBudget
 from kitsune.capture.ambient import autocast_dtype
 from kitsune.capture.data_parallel import Buckets, Reduction
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
@@ -80,6 +80,7 @@ class TailStep:
         trained: the parameters that get gradients, as in the program.
         gradients: static gradients by address; entries are added here.
         recorder: has recorded the calls.
+        budget: told of the time that captures take.
         reduction: averages gradients over several processes, when that is owed.
 
     Attributes:
@@ -97,10 +98,11 @@ class TailStep:
         *,
         config: Config,
         recorder: BackwardRecorder,
+        budget: CaptureBudget,
         log: RefusalLog,
         reduction: Reduction | None,
     ) -> None:
-        self._setup_seconds = 0.0
+        self._budget = budget
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._kind = program.tangents[0].device.type
@@ -112,14 +114,12 @@ class TailStep:
 
     def accepts(self, tail: Tail) -> bool:
         """See `kitsune.loop.following.FollowedCall`."""
-        started = time.perf_counter()
         try:
-            trace_tail(self._program, tail.operations, tail.root, (), tail.given)
+            with self._budget.spending():
+                trace_tail(self._program, tail.operations, tail.root, (), tail.given)
         except RefusedError as error:
             self._log.add(RefusedError(error.refusal, passing=True))
             return False
-        finally:
-            self._setup_seconds += time.perf_counter() - started
         return True
 
     def replay(
@@ -158,7 +158,8 @@ class TailStep:
         if recorded is None:
             try:
                 beside = alike[0].recording if alike else None
-                recorded = self._record(tail, values, wanted, whole, buckets, beside)
+                with self._budget.spending():
+                    recorded = self._record(tail, values, wanted, whole, buckets, beside)
             except RefusedError as error:
                 self._log.add(RefusedError(error.refusal, passing=True))
                 if alike or buckets is not None:
@@ -185,11 +186,6 @@ class TailStep:
             owed.average_gradients(recorded.trained)
         return results
 
-    def take_setup_seconds(self) -> float:
-        """Time spent on captures since this was last asked."""
-        seconds, self._setup_seconds = self._setup_seconds, 0.0
-        return seconds
-
     def release(self) -> None:
         """Gives the graphs and their memory back."""
         for recorded in chain.from_iterable(self._recorded.values()):
@@ -209,7 +205,6 @@ class TailStep:
         buckets: Buckets | None,
         beside: Recording | None,
     ) -> _Recorded:
-        started = time.perf_counter()
         given = [tensor for some in tail.given for tensor in some]
         inputs = [*(tensor.detach() for tensor in values), *given]
         flat = inputs[: len(values)] if whole else None
@@ -231,7 +226,6 @@ class TailStep:
             returned = recording.executor.static_outputs()[len(program.results) :]
             static = returned if buckets is None else _unpacked(buckets, trained, returned)
             self._gradients.update((tensor.data_ptr(), tensor) for tensor in static)
-        self._setup_seconds += time.perf_counter() - started
         all_trained = self._trained.values()
         surroundings = facts_type()(
             [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +11,21 @@ from typing import Any
 import torch
 
 from kitsune.background import refuse_recording
+from kitsune.budget import CaptureBudget
 from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
-from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
+from kitsune.capture.state import CONSTANTS, OPTIONS, Binding, changed, hook_facts, refuse_hooks
 from kitsune.capture.trace import same_layout, trace
 from kitsune.capture.watch import is_profiled, mode_facts, refuse_modes
 from kitsune.config import Config
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
-from kitsune.fallback import CaptureBudget, RefusalLog
+from kitsune.fallback import RefusalLog
 from kitsune.loop.recording import Recording
+from kitsune.loop.room import Room
 from kitsune.loop.shortcut import UpdateShortcut, same_tensors
+from kitsune.loop.variants import Variants
 from kitsune.native.facts import attribute
 
 _MAX_GRAPHS = 4
@@ -34,21 +35,23 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]
 _References = list["weakref.ref[torch.Tensor] | None"]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Update:
-    """The captured update of one set of parameters.
+    """The captured update of one set of parameters, with one set of the optimizer's options.
 
     `slots` hold the gradients where the recording reads them; empty where it takes any. Those at the places in `copied`
     are its own, the others are where the captured backward pass leaves gradients. The `shortcut` tells whether all but
     the gradients is as it was at the latest replay.
     """
 
+    key: _Key
     binding: Binding
     recording: Recording
     slots: list[torch.Tensor]
     copied: frozenset[int]
     shortcut: UpdateShortcut | None = None
     latest_inputs: Sequence[torch.Tensor] = ()
+    replays: int = 0
 
     def __post_init__(self) -> None:
         self.strides = [slot.stride() for slot in self.slots]
@@ -81,6 +84,7 @@ class UpdateStep:
         optimizer: a plain `torch.optim` optimizer.
         gradients: static gradients by address. Of gradients that lie in those, the captured update reads them
             there; of others, such as sums of what several calls gave, it reads copies in memory of its own.
+        budget: bounds the time that captures take.
     """
 
     def __init__(
@@ -90,19 +94,18 @@ class UpdateStep:
         *,
         config: Config,
         streams: StreamPool,
+        budget: CaptureBudget,
         log: RefusalLog,
     ) -> None:
-        self.setup_seconds = 0.0
-        self.replays = 0
         self.verified = 0  # replays that were compared with plain PyTorch, since the latest capture
         self.refusal: Refusal | None = None
         self._optimizer, self._gradients = optimizer, gradients
-        self._config, self._log = config, log
+        self._config, self._budget, self._log = config, budget, log
         self._pool = GraphPool(streams)
-        self._budget = CaptureBudget()
-        self._declined: Refusal | None = None  # why what was captured last is of no use
+        self._declined: Refusal | None = None  # why what was captured last does not serve
         self._composed = config.compile
-        self._updates: OrderedDict[_Key, _Update] = OrderedDict()
+        self._updates = Variants[_Update](_MAX_GRAPHS)
+        self._room = Room(_MAX_GRAPHS)
         self._latest: _Update | None = None
         self._in_place: list[_References] = []  # slots that are read where they are
         self._captured: set[_Key] = set()
@@ -112,7 +115,6 @@ class UpdateStep:
         if self.refusal is not None:
             return False
         if self._repeat():
-            self.replays += 1
             return True
         try:
             self._run()
@@ -120,15 +122,14 @@ class UpdateStep:
             self._log.add(refused)
             if not refused.passing:
                 self.refusal = refused.refusal
+                self.release()
             return False
-        self.replays += 1
         return True
 
     def release(self) -> None:
         """Gives the graphs and their memory back."""
-        for update in self._updates.values():
-            update.recording.release()
-        self._updates.clear()
+        for update in self._updates:
+            self._give_up(update)
         self._latest = None
 
     def _repeat(self) -> bool:
@@ -152,30 +153,36 @@ class UpdateStep:
             update.recording(inputs)
         update.binding.advance()
         update.binding.write_gradients()
+        update.replays += 1
 
     def _run(self) -> None:
-        self._latest = None
+        if self._latest is not None:
+            self._room.note_use(self._latest)  # that it was repeated
+            self._latest = None
         watcher = refuse_modes() or refuse_hooks(self._optimizer)
         if watcher is not None:
             raise RefusedError(watcher, passing=True)
         params, grads = self._params_and_grads()
         slots = self._slots_in_place(grads)
         key = (tuple(map(id, params)), _addresses(slots))
-        update = self._updates.get(key)
+        update, _ = self._updates.find(lambda update: update.key == key and update.binding.suits())
+        self._room.note_use(update or key)
         if update is None:
             refusal = refuse_recording()
             if refusal is not None:
                 raise RefusedError(refusal, passing=True)
             self._release_stale()
             with sole_capture(), no_traces():
-                self._spend(key)
-                update = self._capture(params, grads, slots)
-            self._make_room()
-            self._updates[key] = update
+                self._make_room(key)
+                with self._budget.capturing():
+                    update = self._capture(key, params, grads, slots)
+            self._updates.add(update)
+            self._updates.note_capture(update)
+            self._captured.add(key)
             inputs = update.inputs(grads)
         else:
             inputs = update.inputs(grads)
-            self._refresh(key, update, inputs)
+            self._refresh(update, inputs)
         if update.binding.writes_gradients() and not _are_apart(grads):
             reason = "gradients share memory, to which the update writes"
             raise RefusedError(Refusal(reason), passing=True)
@@ -260,22 +267,24 @@ class UpdateStep:
         values = self._optimizer.state.get(param, {}).values()
         return [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
 
-    def _refresh(self, key: _Key, update: _Update, inputs: list[torch.Tensor]) -> None:
-        changed = update.binding.refresh()
-        if changed is None and not update.recording.fits(inputs):
-            changed = "a parameter"
-        if changed is None:
+    def _refresh(self, update: _Update, inputs: list[torch.Tensor]) -> None:
+        difference = update.binding.refresh()
+        if difference is None and not update.recording.fits(inputs):
+            difference = "a parameter"
+        if difference is None:
             return
-        self._composed |= changed == CONSTANTS
-        del self._updates[key]
-        update.recording.release()
-        self._declined = Refusal(f"{changed} changed since the capture")
+        self._composed |= difference == CONSTANTS
+        self._give_up(update)
+        self._declined = changed(difference)
         raise RefusedError(self._declined, passing=True)
 
     def _capture(
-        self, params: list[torch.nn.Parameter], grads: list[torch.Tensor], found: list[torch.Tensor | None]
+        self,
+        key: _Key,
+        params: list[torch.nn.Parameter],
+        grads: list[torch.Tensor],
+        found: list[torch.Tensor | None],
     ) -> _Update:
-        started = time.perf_counter()
         self.verified = 0
         binding = Binding(self._optimizer, params, composed=self._composed)
         count = len(params)
@@ -298,25 +307,39 @@ class UpdateStep:
             stable -= set(range(count, 2 * count))
         module = trace(function, inputs)
         recording = Recording(module, inputs, stable=stable, config=self._config, pool=self._pool, log=self._log)
-        self.setup_seconds += time.perf_counter() - started
-        return _Update(binding, recording, slots, copied)
-
-    def _spend(self, key: _Key) -> None:
-        """Counts a capture, unless it is of static gradients not met before: there are few for each recorded call."""
-        if key in self._captured or not any(key[1]):
-            self._budget.spend(self.replays, self._declined)
-        self._captured.add(key)
+        return _Update(key, binding, recording, slots, copied)
 
     def _release_stale(self) -> None:
         """Gives up the updates of static gradients that are no more: they would keep their memory."""
         self._captured = {key for key in self._captured if self._are_static(key[1])}
-        for key in [key for key in self._updates if not self._are_static(key[1])]:
-            self._updates.pop(key).recording.release()
+        for update in self._updates:
+            if not self._are_static(update.key[1]):
+                self._give_up(update)
 
-    def _make_room(self) -> None:
-        if len(self._updates) >= _MAX_GRAPHS:
-            _, oldest = self._updates.popitem(last=False)
-            oldest.recording.release()
+    def _make_room(self, key: _Key) -> None:
+        """Another update is about to be captured.
+
+        Raises:
+            RefusedError: it may not be. Those of static gradients not met before may: of these there are few for each
+                recorded call.
+        """
+        is_bounded = key in self._captured or not any(key[1])
+        if is_bounded:
+            others = [update for update in self._updates if update.key == key]
+            error = self._updates.refuse(changed(OPTIONS) if others else self._declined)
+            if error is not None:
+                raise error
+        place = self._room.place_for(key, tuple(self._updates))
+        refusal = place if isinstance(place, Refusal) else self._budget.refuse() if is_bounded else None
+        if refusal is not None:
+            raise RefusedError(refusal, passing=True)
+        if isinstance(place, _Update):
+            self._give_up(place)
+
+    def _give_up(self, update: _Update) -> None:
+        self._updates.remove(update)
+        self._room.forget(update)
+        update.recording.release()
 
 
 def _tensors(references: _References) -> list[torch.Tensor | None]:

@@ -6,9 +6,9 @@ import dataclasses
 import math
 import operator
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from kitsune.background import is_quiet
-from kitsune.capture.state import CONSTANTS, Binding, refuse_hooks
+from kitsune.budget import CaptureBudget
+from kitsune.capture.state import CONSTANTS, OPTIONS, Binding, changed, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
@@ -33,7 +34,7 @@ from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.by_address import ByAddress, Places
 from kitsune.loop.contest import Contest
 from kitsune.loop.fusing import Fusing
-from kitsune.loop.guarded_step import GuardedStep
+from kitsune.loop.guarded_step import Admission, GuardedStep
 from kitsune.loop.planned_recording import clear, most_on_streams, record_planned, room_on_streams
 from kitsune.loop.planning import Planned
 from kitsune.loop.recording import Recording, most_live_bytes
@@ -49,8 +50,22 @@ from kitsune.timing.stopwatch import stopwatch
 # What copies must take of a step before others are recorded that do without them.
 _WORTHWHILE = 0.003
 
+# Where the choice is to be reviewed, the chooser is asked for that so often.
+_REPLAYS_PER_REVIEW = 64
+
 # A step that has to be captured again and again is not tried again and again.
 _REPLAYS_BEFORE_MORE_TRIALS = 1000
+
+
+@dataclass
+class UpdateForm:
+    """How the steps of one loop capture the update.
+
+    Attributes:
+        composed: of operators that take all numbers as inputs, since one has changed that fused ones hold.
+    """
+
+    composed: bool
 
 
 class WholeStep(GuardedStep):
@@ -60,9 +75,12 @@ class WholeStep(GuardedStep):
         spec: the step.
         phase: see `trace_step`.
         accumulators: the sums of gradients; unused in the phase `"whole"`.
+        form: shared by the steps of a loop, which one of them may change.
         pool: for the graphs.
         memory: for the arenas of planned values; of steps that never run at the same time.
         chooser: decides whether steps of this signature are replayed.
+        admission: asked before anything is captured.
+        budget: told of the time that captures take.
     """
 
     def __init__(
@@ -70,17 +88,22 @@ class WholeStep(GuardedStep):
         spec: StepSpec,
         phase: Phase,
         accumulators: Accumulators,
+        form: UpdateForm,
         *,
         config: Config,
         pool: GraphPool,
         memory: MemoryPool,
         chooser: Chooser,
+        admission: Admission,
+        budget: CaptureBudget,
         log: RefusalLog,
     ) -> None:
-        super().__init__(spec.module, spec.loss, config=config, chooser=chooser, log=log)
+        super().__init__(
+            spec.module, spec.loss, config=config, chooser=chooser, admission=admission, budget=budget, log=log
+        )
         self._spec, self._phase, self._accumulators = spec, phase, accumulators
         self._pool, self._memory = pool, memory
-        self._composed = config.compile  # Inductor fuses composed updates; fused ones are opaque to it
+        self._form = form
         self._program: StepProgram | None = None
         self._input_ids: list[int] = []
         self._contest: Contest[ByAddress] | None = None
@@ -197,6 +220,12 @@ class WholeStep(GuardedStep):
             for place, (planned, measured) in enumerate(timed)
         )
 
+    def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return super().fits(args, kwargs) and self._suits_optimizer()
+
+    def misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Refusal | None:
+        return super().misfit(args, kwargs) or (None if self._suits_optimizer() else changed(OPTIONS))
+
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         try:
             done, loss = super().replay(args, kwargs)
@@ -212,7 +241,7 @@ class WholeStep(GuardedStep):
         To be called for the loop's latest step only.
         """
         shortcut = self._shortcut
-        inputs = None if shortcut is None else shortcut.inputs(args, kwargs)
+        inputs = None if shortcut is None or self._is_reviewed() else shortcut.inputs(args, kwargs)
         if inputs is None:
             return None
         try:
@@ -227,6 +256,11 @@ class WholeStep(GuardedStep):
         self.replays += 1
         self.declined = None
         return outputs[0]
+
+    def _is_reviewed(self) -> bool:
+        """Whether the chooser is to decide how the step runs."""
+        chooser = self.chooser
+        return not chooser.settled or (chooser.is_undecided and not self.replays % _REPLAYS_PER_REVIEW)
 
     def describe(self) -> tuple[str, str]:
         mode, reason = super().describe()
@@ -326,16 +360,16 @@ class WholeStep(GuardedStep):
         if not may_try_shortcut(self._num_shortcuts, self.replays):
             return None
         self._num_shortcuts += 1
-        started = time.perf_counter()
-        shortcut = Shortcut.of(self._guarded, self._spec, program, contest.winner, args, kwargs)
-        self.setup_seconds += time.perf_counter() - started
+        with self._budget.spending():
+            shortcut = Shortcut.of(self._guarded, self._spec, program, contest.winner, args, kwargs)
         if shortcut is None or self._refuse_call() is not None or self._changed(self._flat) is not None:
             return None
         inputs = shortcut.inputs(args, kwargs)
         return shortcut if inputs is not None and same_tensors(inputs, [*self._flat, *program.state]) else None
 
     def _record(self, graph: fx.GraphModule, flat: Sequence[torch.Tensor]) -> None:
-        program = trace_step(self._spec, self._phase, graph, flat, self._accumulators.sums, composed=self._composed)
+        sums, composed = self._accumulators.sums, self._form.composed
+        program = trace_step(self._spec, self._phase, graph, flat, sums, composed=composed)
         inputs = [*flat, *program.state]
         device = inputs[0].device
         self._handout = handout(device) if device.type == "cuda" and self._config.cuda_graphs else None
@@ -389,8 +423,8 @@ class WholeStep(GuardedStep):
             self.release()
             raise
         if contest.trying or contest.settled != settled:
-            self.setup_seconds += contest.take_making_seconds()
-        self.setup_seconds += contest.winner.take_recording_seconds()
+            self._budget.charge(contest.take_making_seconds())
+        self._budget.charge(contest.winner.take_recording_seconds())
         if contest.settled != settled:
             self._choice = _choice(self._plans()[contest.place])
             self.chooser.may_improve = self._others is None
@@ -415,7 +449,7 @@ class WholeStep(GuardedStep):
         """Whether replay has not lost to eager, and other plans have yet to be tried."""
         if self._others is not None or not self.chooser.settled:
             return False
-        return self._budget.captures == 1 or self._since_capture >= _REPLAYS_BEFORE_MORE_TRIALS
+        return self.is_first or self._since_capture >= _REPLAYS_BEFORE_MORE_TRIALS
 
     def _num_streams(self) -> int:
         return 1 if refuse_streams(self._trained[0].device) is not None else self._config.max_streams()
@@ -434,21 +468,21 @@ class WholeStep(GuardedStep):
             self._fusing = Fusing(program.module, inputs[0].device)
         if not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
             return
-        started = time.perf_counter()
         try:
-            if self._fusing is not None and not self._fusing.advance():
-                return
-            in_order = planning.in_order(program.module, inputs[0].device, inputs)
-            most_bytes, room_bytes = self._most_and_room(in_order.plan, inputs)
-            others = planning.others(
-                program.module,
-                inputs,
-                num_streams=self._num_streams(),
-                fusing=self._fusing,
-                max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
-                refused=self._log.do_without,
-                room_bytes=room_bytes,
-            )
+            with self._budget.spending():
+                if self._fusing is not None and not self._fusing.advance():
+                    return
+                in_order = planning.in_order(program.module, inputs[0].device, inputs)
+                most_bytes, room_bytes = self._most_and_room(in_order.plan, inputs)
+                others = planning.others(
+                    program.module,
+                    inputs,
+                    num_streams=self._num_streams(),
+                    fusing=self._fusing,
+                    max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
+                    refused=self._log.do_without,
+                    room_bytes=room_bytes,
+                )
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             self._others, self._fusing = (), None
             kind = type(error).__name__
@@ -456,8 +490,6 @@ class WholeStep(GuardedStep):
             self._log.do_without(Refusal(reason))
             self.chooser.will_not_improve()
             return
-        finally:
-            self.setup_seconds += time.perf_counter() - started
         self._fusing = None
         self._in_order = in_order
         if self._choice is not None:  # of an earlier capture of the same step
@@ -477,12 +509,19 @@ class WholeStep(GuardedStep):
         return most_bytes, room_on_streams(most_bytes, self._in_order_bytes, in_order.memory.live_bytes)
 
     def _check_state(self, flat: Sequence[torch.Tensor]) -> None:
-        changed = self._changed(flat)
-        if changed is None:
+        difference = self._changed(flat)
+        if difference is None:
             return
-        self._composed |= changed == CONSTANTS
-        self.release()
-        raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
+        self._form.composed |= difference == CONSTANTS
+        if difference == OPTIONS:
+            self.misfits = True
+        else:
+            self.release()
+        raise RefusedError(changed(difference), passing=True)
+
+    def _suits_optimizer(self) -> bool:
+        """Whether the optimizer does what was captured, whatever its numbers are."""
+        return self._program is None or self._program.binding is None or self._program.binding.suits()
 
     def _changed(self, flat: Sequence[torch.Tensor]) -> str | None:
         """What is no longer as it was captured; None if nothing is."""

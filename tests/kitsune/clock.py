@@ -4,12 +4,17 @@ from __future__ import annotations
 
 
 class Clock:
-    """Stands in for the module `time`. Every synchronization takes `cost` seconds."""
+    """Stands in for the module `time`. Every synchronization takes `cost` seconds.
+
+    Attributes:
+        switches: how often the thread has lost its processor.
+    """
 
     def __init__(self) -> None:
         self.now = 100.0
         self.cost = 0.0
         self.waits = 0
+        self.switches = 0
 
     def perf_counter(self) -> float:
         return self.now

@@ -123,6 +123,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Times eager steps and replays."""
     clock = Clock()
     monkeypatch.setattr(fallback, "time", clock)
+    monkeypatch.setattr(fallback, "involuntary_switches", lambda: clock.switches)
     for module in ("step_loop", "drop_in"):
         monkeypatch.setattr(f"kitsune.loop.{module}.synchronize", clock.synchronize)
     return clock
@@ -209,7 +210,12 @@ def _is_long_parity(name: str) -> bool:
 
 def _covering(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Cases in which each value of each parameter occurs, and others as often as one another as far as that goes."""
-    values = {item: tuple(item.callspec.indices.items()) for item in cases if hasattr(item, "callspec")}
+    # By identity: their indices are those of the cases in newer versions of pytest.
+    values = {
+        item: tuple((name, id(value)) for name, value in item.callspec.params.items())
+        for item in cases
+        if hasattr(item, "callspec")
+    }
     kept = [item for item in cases if item not in values]
     used = Counter[tuple[str, int]]()
     missing = {value for some in values.values() for value in some}

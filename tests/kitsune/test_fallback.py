@@ -9,7 +9,7 @@ import pytest
 
 from kitsune import fallback
 from kitsune.errors import Refusal, RefusedError
-from kitsune.fallback import CaptureBudget, Chooser, RefusalLog
+from kitsune.fallback import Chooser, RefusalLog
 from tests.kitsune.clock import Clock
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
@@ -310,26 +310,6 @@ def test_a_training_is_timed_and_the_faster_way_stays(form: str, replay: float, 
     replays = status.replays
     training.run(3, start=20)
     assert training.status().replays == replays + (3 if mode == "replay" else 0)
-
-
-def test_the_budget_of_captures() -> None:
-    budget = CaptureBudget()
-    for _ in range(4):
-        budget.spend(0)
-    with pytest.raises(RefusedError, match="captured a 5th time after 0 replays"):
-        budget.spend(0)
-
-
-def test_replays_earn_further_captures() -> None:
-    budget = CaptureBudget()
-    replays = 0
-    for _ in range(30):
-        replays += 20
-        budget.spend(replays)
-    for _ in range(4):
-        budget.spend(replays)
-    with pytest.raises(RefusedError, match="after 600 replays"):
-        budget.spend(replays)
 
 
 def test_the_log_tells_each_refusal_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "item": (Reading, "x.abs().max().item()"),
     "branch": (Branching, "if x.sum() > 0"),
     "mask": (Selecting, "x[mask]"),
-    "counter": (Counting, "captured a 5th time"),
+    "counter": (Counting, "would have to be captured again"),
     "lstm": (Recurrent, "a recurrent layer of torch is called"),
     "numpy": (Rounding, "use math or torch"),
     "seed": (Seeding, "torch.random.manual_seed() is called"),
@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be_captured_trains_eagerly(
 ) -> None:
     kind, words = REFUSED[name]
     with caplog.at_level(logging.INFO, logger="kitsune"):
-        training = compare(form, building(kind), steps=14, replays=0)
+        training = compare(form, building(kind), steps=30 if kind is Counting else 14, replays=0)
     status = training.status()
     assert status.mode == "eager"
     assert words in status.reason
@@ -433,7 +433,7 @@ def test_an_average_of_the_weights_that_takes_other_memory_each_time(form: str) 
 
     training = compare(form, building(Taught), steps=16, edit=average, replays=4)
     reason = training.status().reason
-    assert "a 5th time" in reason
+    assert "would have to be captured again" in reason
     assert "the memory of teacher.weight" in reason
 
 
@@ -562,39 +562,6 @@ def test_max_memory_grows_with_the_batch() -> None:
     )
     assert training.status().graphs == 1
     assert any("max_memory" in refusal for refusal in training.status().refusals)
-
-
-@pytest.mark.support(
-    "Shapes and modes",
-    "more shapes than graphs are kept: the least recently used gives way",
-    "replayed",
-)
-@pytest.mark.parametrize("form", FORMS)
-def test_max_graphs(form: str) -> None:
-    """The least recently used graph gives way, and comes back when its shape does."""
-    training = compare(
-        form,
-        max_graphs=2,
-        steps=20,
-        batches=lambda index: batch(index, size=2 + (index // 2) % 4),
-        replays=4,
-    )
-    assert training.status().graphs == 2
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_what_makes_captures_too_many_is_told(form: str) -> None:
-    """Also where it is that there are more signatures than graphs are kept."""
-    training = compare(
-        form,
-        max_graphs=1,
-        steps=24,
-        batches=lambda index: batch(index, size=2 + (index // 2) % 2),
-        replays=1,
-    )
-    reasons = [reason for reason in training.status().refusals if "a 5th time" in reason]
-    assert reasons
-    assert all("given way to those of other signatures" in reason for reason in reasons)
 
 
 # What is captured

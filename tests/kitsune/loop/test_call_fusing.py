@@ -499,7 +499,7 @@ def test_a_fused_call_that_is_slower_is_taken_back(monkeypatch: pytest.MonkeyPat
     """It need not be slower than eager for that."""
 
     def settle(chooser: Chooser) -> None:
-        chooser._best = {"eager": 3.0, "replay": 1.0 if chooser._rival is None else 2.0}
+        chooser._rounds = [(3.0, 1.0 if chooser._rival is None else 2.0)]
         original(chooser)
 
     original = Chooser._settle

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kitsune import fallback
 from tests.kitsune import static_memory
 from tests.kitsune.clock import Clock
 from tests.kitsune.training import Training, batch, compare, sgd
@@ -108,6 +109,7 @@ def test_all_calls_are_replayed(place: str, loss_of: Loss, defer_loss: bool, pas
 def test_replays_of_some_of_the_calls_are_measured_faster(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than eager iterations with as many calls, and so each further call is replayed in turn."""
     static_memory.install(monkeypatch)
+    monkeypatch.setattr(fallback, "_REVIEWS_SECONDS", ())
 
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
         graphs = 0 if training.form == "eager" else training.status().graphs

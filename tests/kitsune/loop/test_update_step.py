@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 import kitsune
+from kitsune.budget import CaptureBudget
 from kitsune.config import Config
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
@@ -72,7 +73,14 @@ def test_gradients_recorded_anew_are_read_where_they_are(
     reference = copy.deepcopy(model)
     wanted = adam(reference)
     wanted.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer,
+        gradients,
+        config=Config(),
+        streams=StreamPool(),
+        budget=CaptureBudget(Config()),
+        log=RefusalLog("it"),
+    )
     make = places(model)
     for generation in range(GENERATIONS):
         static = make(generation)
@@ -94,7 +102,14 @@ def test_of_gradients_that_stay_only_so_many_are_read_where_they_are() -> None:
     """Several calls may leave theirs in turn: each update that reads them there is a capture of its own."""
     model, optimizer = begun()
     gradients = dict[int, Tensor]()
-    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer,
+        gradients,
+        config=Config(),
+        streams=StreamPool(),
+        budget=CaptureBudget(Config()),
+        log=RefusalLog("it"),
+    )
     calls = [[torch.randn_like(param) for param in model.parameters()] for _ in range(GENERATIONS)]
     gradients.update((tensor.data_ptr(), tensor) for static in calls for tensor in static)
     in_place = []
@@ -114,7 +129,14 @@ def test_a_gradient_that_is_missing_or_laid_out_otherwise_is_not_taken_for_what_
     model = Net().double()
     optimizer = sgd(model, momentum=0.0, fused=None)
     gradients = {(slot := torch.empty_like(param)).data_ptr(): slot for param in model.parameters()}
-    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer,
+        gradients,
+        config=Config(),
+        streams=StreamPool(),
+        budget=CaptureBudget(Config()),
+        log=RefusalLog("it"),
+    )
     replayed = []
     for index in range(6):
         before = [param.detach().clone() for param in model.parameters()]
@@ -135,7 +157,9 @@ def test_how_far_apart_the_elements_of_one_are_does_not_matter() -> None:
     """The second pass of a convolution of one channel strides over it as it likes."""
     param = torch.nn.Parameter(torch.randn(4, 1, 3, 3))
     optimizer = sgd(torch.nn.ParameterList([param]))
-    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer, {}, config=Config(), streams=StreamPool(), budget=CaptureBudget(Config()), log=RefusalLog("it")
+    )
     param.grad = torch.ones(4, 1, 3, 3).as_strided(param.shape, (9, 1, 3, 1))
     optimizer.step()
     assert update.replay(), update.refusal
@@ -150,7 +174,9 @@ def test_a_gradient_where_the_update_writes_to(kind: Callable[..., torch.optim.O
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     optimizer.step()
-    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer, {}, config=Config(), streams=StreamPool(), budget=CaptureBudget(Config()), log=RefusalLog("it")
+    )
     assert update.replay(), update.refusal
     weight = model.first.weight
     state = next(value for value in optimizer.state[weight].values() if value.shape == weight.shape)
@@ -169,7 +195,9 @@ def test_a_gradient_that_two_parameters_share_when_the_update_is_captured(
     optimizer = kind(torch.nn.ParameterList([first, second]))
     first.grad = second.grad = torch.randn(3, dtype=torch.float64)
     optimizer.step()
-    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer, {}, config=Config(), streams=StreamPool(), budget=CaptureBudget(Config()), log=RefusalLog("it")
+    )
     assert update.replay(), update.refusal
     assert torch.equal(first, second)
     first.grad, second.grad = first.grad * 2, first.grad * -3
@@ -217,7 +245,14 @@ def test_gradients_are_left_as_torch_leaves_them(
     optimizer, wanted = optimizers
     static = [torch.empty_like(param) for param in model.parameters()]
     gradients = {} if is_copied else {slot.data_ptr(): slot for slot in static}
-    update = UpdateStep(optimizer, gradients, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer,
+        gradients,
+        config=Config(),
+        streams=StreamPool(),
+        budget=CaptureBudget(Config()),
+        log=RefusalLog("it"),
+    )
     for index in range(7):
         for param, other, slot in zip(model.parameters(), twin.parameters(), static, strict=True):
             param.grad = slot.normal_().detach()
@@ -239,7 +274,9 @@ def test_gradients_that_share_memory_to_which_the_update_writes() -> None:
     """torch's update of the second parameter reads what that of the first has written; which is left to torch."""
     params, twins = ([torch.nn.Parameter(torch.ones(6)) for _ in range(2)] for _ in range(2))
     optimizer, wanted = (torch.optim.SGD(one, lr=0.1, foreach=True, **NESTEROV) for one in (params, twins))
-    update = UpdateStep(optimizer, {}, config=Config(), streams=StreamPool(), log=RefusalLog("it"))
+    update = UpdateStep(
+        optimizer, {}, config=Config(), streams=StreamPool(), budget=CaptureBudget(Config()), log=RefusalLog("it")
+    )
     replayed = []
     for index in range(8):
         memory = torch.randn(12)
