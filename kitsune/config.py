@@ -53,8 +53,9 @@ class Config:
             inputs, as estimated from its operators; an int, or text such as `"2GB"`. None: no bound. A loop has a
             graph for each of the forward pass, the backward pass and the update, and another one for backward passes
             whose gradients are added to earlier ones; all have some for each signature.
-        max_graphs: of how many signatures of the inputs captured graphs are kept; those of the least recently
-            used one are released first. In a loop, calls before the backward pass of an earlier one with the same
+        max_graphs: how many captures keep their graphs: of each signature of the inputs one for each state of the model
+            that comes back (settings, frozen parts, options of the optimizer). They give way to others that are used
+            20 times while they are not. In a loop, calls before the backward pass of an earlier one with the same
             signature have graphs of their own, which count as well, up to half of this number.
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, and
             `KitsuneOptimizer` in a loop the backward pass, 1 to 8; what is measured fastest stays, one stream

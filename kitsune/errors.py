@@ -56,12 +56,14 @@ class RefusedError(KitsuneError):
     Attributes:
         refusal: the reason.
         passing: whether the next step may succeed where this one could not.
+        for_memory: whether it may succeed once others have given device memory back.
     """
 
-    def __init__(self, refusal: Refusal, *, passing: bool = False) -> None:
+    def __init__(self, refusal: Refusal, *, passing: bool = False, for_memory: bool = False) -> None:
         super().__init__(str(refusal))
         self.refusal = refusal
         self.passing = passing
+        self.for_memory = for_memory
 
 
 def first_line(error: BaseException) -> str:

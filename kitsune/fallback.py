@@ -212,7 +212,7 @@ class Chooser:
 
     def _median_round(self) -> tuple[float, float]:
         """The round with the median of the gains, the lower one of two."""
-        ranked = sorted(self._rounds, key=lambda times: times[0] / times[1])
+        ranked = sorted(self._rounds, key=lambda times: times[0] / max(times[1], 1e-9))
         return ranked[(len(ranked) - 1) // 2]
 
     def _timing(self) -> bool:

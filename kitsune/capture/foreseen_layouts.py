@@ -49,7 +49,7 @@ def _find(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[Refus
         with torch.no_grad(), torch.autocast(device.type, enabled=False), kept:
             run.run(*(tensor.detach() for tensor in inputs))
     except torch.OutOfMemoryError:
-        return RefusedError(Refusal("there is too little device memory to capture the step")), []
+        return RefusedError(Refusal("there is too little device memory to capture the step"), for_memory=True), []
     except (RuntimeError, IndexError) as error:  # of the data, as eager steps may; plain PyTorch says so
         refusal = Refusal(f"an operator of the captured graph failed: {first_line(error)}")
         return RefusedError(refusal, passing=True), []

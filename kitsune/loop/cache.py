@@ -16,6 +16,9 @@ from kitsune.loop.variants import Variants
 # Signatures that hold no graph are cheap to remember, and forgetting one means timing it again.
 _REMEMBERED_PER_GRAPH = 16
 
+# Of several variants, those that were not used between two looks give their memory back: a state may be over for good.
+_REPLAYS_BETWEEN_LOOKS = 1000
+
 # Where so many were met and fewer calls were replayed, the user is told what a signature is.
 _MANY_SIGNATURES = 50
 _HARDLY_ANY_TWICE = Refusal(
@@ -45,6 +48,7 @@ class StepCache(Generic[S]):
         self._room = Room(max_graphs, remedy="a larger max_graphs keeps more")
         self._kinds: OrderedDict[Hashable, Variants[S]] = OrderedDict()
         self._kind_of: dict[GuardedStep, Variants[S]] = {}
+        self._entered: list[GuardedStep] = []  # those that may hold graphs
         self._latest: S | None = None
         self._met_once: OrderedDict[Hashable, None] = OrderedDict()
         self._num_met = self._past_replays = 0
@@ -99,9 +103,18 @@ class StepCache(Generic[S]):
         place = self._room.place_for(step, self._holders())
         if isinstance(place, GuardedStep):
             place.release()
+        self._entered = [*self._holders(), step]
         kind = self._kind_of[step]
         step.is_first = kind.num_captures == 0
         kind.note_capture(step)
+
+    def give_memory(self, step: GuardedStep) -> bool:
+        """See `kitsune.loop.guarded_step.Admission`."""
+        others = [one for one in self._kind_of[step] if one is not step and one.executor is not None]
+        for other in others:
+            if not other.is_pending():
+                other.release()
+        return any(other.executor is None for other in others)
 
     def settle(self, step: S) -> None:
         """To be called after each use of `step`: releases graphs that are not wanted any more."""
@@ -109,12 +122,16 @@ class StepCache(Generic[S]):
         if refusal is not None and step.executor is not None:
             self._log.add(refusal)
             step.release()
+        if step.replays and not step.replays % _REPLAYS_BETWEEN_LOOKS and (kind := self._kind_of.get(step)) is not None:
+            for unused in kind.unused():
+                unused.release()
 
     def clear(self) -> None:
         """Releases and forgets everything."""
         for key in list(self._kinds):
             self._forget(key)
         self._latest = None
+        self._entered.clear()
 
     @property
     def graphs(self) -> int:
@@ -130,8 +147,8 @@ class StepCache(Generic[S]):
         for kind in self._kinds.values():
             yield from kind
 
-    def _holders(self) -> list[S]:
-        return [step for step in self._steps() if step.executor is not None]
+    def _holders(self) -> list[GuardedStep]:
+        return [step for step in self._entered if step.executor is not None]
 
     def _find(self, kind: Variants[S], args: tuple[Any, ...], kwargs: Mapping[str, Any], make: Make[S]) -> S:
         steps = list(kind)

@@ -38,6 +38,9 @@ class Admission(Protocol):
     def enter(self, step: GuardedStep) -> None:
         """`step`, which was checked, captures now; others make room for it."""
 
+    def give_memory(self, step: GuardedStep) -> bool:
+        """Has others give back memory that `step` has lacked; False if there are none."""
+
 
 class _EndedEarly(Exception):
     """A call has come as far as to its graph, which is not to be run."""
@@ -241,11 +244,13 @@ class GuardedStep(ABC):
         # Dynamo refuses backward hooks for good, but they may go again.
         hooks = None if error.passing else refuse_backward_hooks(self.module)
         refused = error if hooks is None else RefusedError(hooks, passing=True)
-        self._log.add(refused)
-        self.declined = refused.refusal
         if self._guarded is not None:
             self.misfits |= self._guarded.misfits
             if self._guarded.stale or self.executor is None or hooks is not None:
                 self.release()
+        if refused.for_memory and self._admitting().give_memory(self):
+            refused = RefusedError(refused.refusal, passing=True)
+        self._log.add(refused)
+        self.declined = refused.refusal
         if not refused.passing:
             self.chooser.refuse(refused.refusal)

@@ -98,6 +98,7 @@ class Recording:
         if not records:
             self.executor = run
             return
+        is_for_memory = False
         try:
             self.executor = CudaGraph(
                 run,
@@ -111,13 +112,14 @@ class Recording:
             )
             return
         except torch.OutOfMemoryError:
+            is_for_memory = True
             refusal = Refusal("there is too little device memory to capture the step")
         except Exception as error:  # noqa: BLE001 - some operators cannot be recorded, and say so in many ways
             refusal = Refusal(f"recording the step failed: {first_line(error)}")
         # Out of the handlers: an exception that is being handled would keep alive all that was allocated.
         gc.collect()
         torch.cuda.empty_cache()
-        raise RefusedError(refusal)
+        raise RefusedError(refusal, for_memory=is_for_memory)
 
     def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the stable inputs are still the same tensors, at the same addresses, with gradients or without.

@@ -423,7 +423,8 @@ class SplitStep(GuardedStep):
             recordings = self._recorder.record(program, forward, num_streams=num_streams)
         except torch.OutOfMemoryError:
             forward.release()
-            raise RefusedError(Refusal("there is too little device memory to capture the backward pass")) from None
+            refusal = Refusal("there is too little device memory to capture the backward pass")
+            raise RefusedError(refusal, for_memory=True) from None
         except BaseException:
             forward.release()
             raise

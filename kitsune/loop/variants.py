@@ -48,6 +48,7 @@ class Variants(Generic[V]):
         self._captured_at: dict[int, int] = {}  # replays of a variant, by its `id`, at its latest capture
         self._failures: dict[int, int] = {}  # of captures of a variant, by its `id`, since one did not
         self._past_useless = 0  # captures that are over
+        self._replays_seen: dict[int, int] = {}  # of each, by its `id`, when this was last asked
         self._patience = max(REFUSALS_UNTIL_GIVEN_UP, 2 * most)
         self._num_refused = 0  # captures, in a row
 
@@ -108,6 +109,12 @@ class Variants(Generic[V]):
         self._end_capture(variant)
         self.num_captures += 1
         self._captured_at[id(variant)] = variant.replays
+
+    def unused(self) -> list[V]:
+        """Those that were not replayed since this was last asked, if it was asked and there are others."""
+        before, self._replays_seen = self._replays_seen, {id(one): one.replays for one in self._all}
+        idle = [one for one in self._all if before.get(id(one)) == one.replays]
+        return idle if len(idle) < len(self._all) else []
 
     def _num_useless(self, variant: Variant) -> int:
         """The captures of a variant that are of no use, or not yet."""

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import Choice, Chooser
+from kitsune.loop import cache, guarded_step
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import GuardedStep
 from kitsune.loop.variants import MOST_USELESS, REFUSALS_UNTIL_GIVEN_UP
@@ -199,6 +201,39 @@ def test_states_of_several_shapes_share_the_graphs(form: str, captured: list[Gua
     training = same(form, edit, steps=60, max_graphs=3, batches=lambda index: batch(index, size=5 + (index // 2) % 2))
     assert training.status().graphs == len(captured) == 3
     assert training.status().replays >= 60 * 3 // 4 - 10
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_that_is_over_gives_its_memory_back(
+    form: str, captured: list[GuardedStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a loop; the graphs of whole steps lie in the same memory."""
+    monkeypatch.setattr(cache, "_REPLAYS_BETWEEN_LOOKS", 10)
+    status = same(form, lambda model, index: setattr(model, "gain", 1.0 + (index >= 8)), steps=40).status()
+    assert len(captured) == 2
+    assert status.mode == "replay"
+    assert status.graphs == (2 if form == "train_step" else 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_states_make_room_where_memory_is_short(
+    form: str, captured: list[GuardedStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one model there may be memory for one capture, and the state before may be over for good."""
+    trace, tried = guarded_step.GuardedFunction, 0
+
+    def short(*args: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        if tried > 1 and captured[0].executor is not None:
+            raise RefusedError(Refusal("there is too little device memory to capture the step"), for_memory=True)
+        return trace(*args)
+
+    monkeypatch.setattr(guarded_step, "GuardedFunction", short)
+    training = same(form, lambda model, index: setattr(model, "gain", 1.0 + (index >= 8)))
+    status = training.status()
+    assert (status.mode, status.graphs) == ("replay", 1)
+    assert status.replays >= STEPS - 6
 
 
 @pytest.mark.parametrize("form", ["drop_in", "deferred"])

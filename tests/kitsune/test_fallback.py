@@ -10,6 +10,7 @@ import pytest
 from kitsune import fallback
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import Chooser, RefusalLog
+from kitsune.loop import whole_step
 from tests.kitsune.clock import Clock
 from tests.kitsune.training import FORMS, Training, net_and_adam
 
@@ -310,6 +311,165 @@ def test_a_training_is_timed_and_the_faster_way_stays(form: str, replay: float, 
     replays = status.replays
     training.run(3, start=20)
     assert training.status().replays == replays + (3 if mode == "replay" else 0)
+
+
+def disturbed(seconds: float, every: int = 2) -> Callable[[str], float]:
+    """What steps take while something else takes a part of their time: replays half as long as eager steps."""
+    count = 0
+
+    def cost(choice: str) -> float:
+        nonlocal count
+        count += 1
+        return seconds * (0.5 if choice == "replay" else 1.0) * (3.0 if count % every else 1.0)
+
+    return cost
+
+
+LOADED = "undecided while the host is disturbed"
+
+
+def test_a_gain_that_was_only_load_is_measured_again(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, disturbed(1e-3), 400)
+    assert chooser.settled
+    mode, reason = chooser.describe()
+    assert mode == "replay"
+    assert reason == f"replay was measured faster than eager; {LOADED}"
+    clock.now += fallback._REVIEWS_SECONDS[0]
+    choices = drive(chooser, clock, lambda choice: 1e-3 if choice == "eager" else 2e-3, 400)
+    assert chooser.describe()[0] == "eager"
+    assert LOADED not in chooser.describe()[1]
+    assert choices.count("replay") < 100
+
+
+def test_a_loss_that_was_only_load_is_measured_again(clock: Clock) -> None:
+    replays = 0
+
+    def cost(choice: str) -> float:
+        nonlocal replays
+        replays += choice == "replay"
+        return 1e-3 if choice == "eager" else 0.9e-3 * (4.0 if replays % 4 else 1.0)
+
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, cost, 400)
+    mode, reason = chooser.describe()
+    assert mode == "eager"
+    assert "no faster than eager" in reason
+    assert reason.endswith(LOADED)
+    clock.now += fallback._REVIEWS_SECONDS[0]
+    drive(chooser, clock, lambda choice: 1e-3 if choice == "eager" else 0.9e-3, 400)
+    assert chooser.describe() == ("replay", "replay was measured faster than eager")
+    assert chooser.eager_seconds == pytest.approx(1e-3)
+    assert chooser.replay_seconds == pytest.approx(0.9e-3)
+
+
+def test_a_thread_that_loses_its_processor_is_disturbed(clock: Clock) -> None:
+    """Whatever its samples look like: all of them may have been slow."""
+    chooser = Chooser("auto", clock.synchronize)
+    for _ in range(60):
+        choice = chooser.next()
+        clock.cost = 20e-3 if choice == "eager" else 5e-3
+        chooser.start()
+        clock.switches += 3
+        chooser.finish(choice)
+    assert chooser.settled
+    assert chooser.is_undecided
+
+
+def test_a_disturbed_host_is_asked_a_few_times(clock: Clock) -> None:
+    """A review takes some eager steps; where the host is never quiet, what was measured last stays."""
+    chooser = Chooser("auto", clock.synchronize)
+    cost = disturbed(1e-3)
+    reviews = 0
+    drive(chooser, clock, cost, 400)
+    while chooser.is_undecided:
+        drive(chooser, clock, cost, 400)
+        assert chooser.settled, "nothing is measured before it is time"
+        clock.now += 1000.0
+        reviews += 1
+        drive(chooser, clock, cost, 400)
+    assert reviews == len(fallback._REVIEWS_SECONDS)
+    assert chooser.describe() == ("replay", "replay was measured faster than eager")
+    clock.now += 1e6
+    waits = clock.waits
+    drive(chooser, clock, cost, 400)
+    assert clock.waits == waits
+
+
+def test_what_is_refused_for_good_is_not_reviewed(clock: Clock) -> None:
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, disturbed(1e-3), 400)
+    chooser.refuse(Refusal("it cannot be captured"))
+    clock.now += 1e6
+    assert set(drive(chooser, clock, lambda _: 1.0)) == {"eager"}
+    assert chooser.describe() == ("eager", "it cannot be captured")
+
+
+def test_the_gain_is_the_median_of_rounds(clock: Clock) -> None:
+    """One in which the eager steps were slowed, or the replays, does not count."""
+    rounds = [(1.8, 1.0), (1.0, 0.8), (1.0, 0.8), (1.0, 4.0), (1.0, 0.8)]
+    steps = 0
+
+    def cost(choice: str) -> float:
+        nonlocal steps
+        eager, replay = rounds[min(steps // 10, len(rounds) - 1)]
+        steps += 1
+        return 2.5e-3 * (eager if choice == "eager" else replay)
+
+    chooser = Chooser("auto", clock.synchronize)
+    drive(chooser, clock, cost, 200)
+    assert chooser.eager_seconds == pytest.approx(2.5e-3)
+    assert chooser.replay_seconds == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_on_a_host_that_was_loaded_at_first(
+    form: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays that had lost are captured again, and stay; the short way of a step is no way around that."""
+    finish, steps = Chooser.finish, 0
+    is_loaded = True
+
+    def finished(chooser: Chooser, choice: fallback.Choice, count: int = 1) -> None:
+        nonlocal steps
+        steps += 1
+        slow = 5.0 if choice == "replay" and is_loaded and steps % 3 else 1.0
+        clock.cost = (1.0 if choice == "eager" else 0.5) * slow
+        finish(chooser, choice, count)
+
+    monkeypatch.setattr(Chooser, "finish", finished)
+    training = Training(form, *net_and_adam(), mode="auto")
+    training.run(25)
+    assert training.status().mode == "eager"
+    assert LOADED in training.status().reason
+    is_loaded = False
+    clock.now += fallback._REVIEWS_SECONDS[0]
+    training.run(25, start=25)
+    status = training.status()
+    assert (status.mode, status.gain) == ("replay", 2.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_whose_gain_was_only_load(form: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, steps = Chooser.finish, 0
+    is_loaded = True
+
+    def finished(chooser: Chooser, choice: fallback.Choice, count: int = 1) -> None:
+        nonlocal steps
+        steps += 1
+        slow = 5.0 if choice == "eager" and is_loaded and steps % 3 else 1.0
+        clock.cost = (1.0 if choice == "eager" else 1.5) * slow
+        finish(chooser, choice, count)
+
+    monkeypatch.setattr(Chooser, "finish", finished)
+    training = Training(form, *net_and_adam(), mode="auto")
+    training.run(25)
+    assert training.status().mode == "replay"
+    assert LOADED in training.status().reason
+    is_loaded = False
+    clock.now += fallback._REVIEWS_SECONDS[0]
+    training.run(2 * whole_step._REPLAYS_PER_REVIEW, start=25)
+    assert training.status().mode == "eager"
 
 
 def test_the_log_tells_each_refusal_once(caplog: pytest.LogCaptureFixture) -> None:
