@@ -46,5 +46,5 @@ def noticed(build: Build) -> str:
     change()
     with pytest.raises(RefusedError, match="has changed since the capture") as caught:
         call(x)
-    assert call.stale
+    assert call.misfits
     return str(caught.value)

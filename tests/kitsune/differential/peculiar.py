@@ -312,6 +312,8 @@ WITHOUT_STATE: dict[str, Callable[[], nn.Module]] = {
     "mapped": _of(_mapped),
 }
 
+TRANSFORMS = ("gradient in the call", "mapped")
+
 WITH_STATE: dict[str, Callable[[], nn.Module]] = {
     "under two names": UnderTwoNames,
     "is the same": IsTheSame,
