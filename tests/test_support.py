@@ -26,7 +26,7 @@ PAINS = {
         "clip_grad_norm_ in a replayed loop waits for nothing",
     ],
     "changing shapes": [
-        "more shapes than graphs are kept: the least recently used gives way",
+        "more shapes than graphs are kept, in turn: the first ones stay",
         "shapes that do not come back",
     ],
     "it takes minutes to be ready": [
