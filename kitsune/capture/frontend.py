@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `aliases`, `causal_masks`, `equality` and `lookups`.
-`torch.compile` with a backend of one's own is public. What is not: exceptions that tell the line that could not be
-captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards,
-which functions a call runs, that it asks whether it is being compiled, which functions keep their results, what it
-takes a sequence for, the advice that Dynamo gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `aliases`, `called`, `causal_masks`, `equality`,
+`identity` and `lookups`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the
+line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from
+being frozen, the guards, that a call asks whether it is being compiled, which functions keep their results, what Dynamo
+takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
@@ -30,15 +30,14 @@ import torch
 from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import aliases, causal_masks, equality, lookups
-from kitsune.capture.called import called_facts
+from kitsune.capture import aliases, causal_masks, equality, identity, lookups
+from kitsune.capture.called import Called, noting
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
 from kitsune.capture.result_views import take_views
@@ -57,9 +56,6 @@ Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
 _LIBRARIES = frozenset({"kitsune", "torch", "torchvision", "torchaudio", "transformers", "accelerate"})
 """What these compute does not depend on whether they are being compiled, though they ask."""
-
-_Called = dict[tuple[types.FunctionType, "type | None"], None]
-"""The functions that a call runs, each with the class of which it may be a method, in the order of their use."""
 
 _CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
 
@@ -146,8 +142,7 @@ class GuardedFunction:
                 _refuse_marks(args)
                 with _strict_capture() as called:
                     result = self._compiled(*args)
-                found = [fact for function, owner in called for fact in called_facts(function, owner)]
-                self._called_facts = tuple({(fact.kind, id(fact.subject), fact.key): fact for fact in found}.values())
+                self._called_facts = tuple(called.facts())
                 self._called = facts_type()(self._called_facts)
         except exc.TorchDynamoException as error:
             if is_captured:  # Dynamo tries again only after a guard has failed
@@ -331,7 +326,7 @@ def dynamo_facts() -> list[Fact]:
 
 
 @contextmanager
-def _strict_capture() -> Iterator[_Called]:
+def _strict_capture() -> Iterator[Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
     Constants are told from others that are only equal, and what is looked up in vain is guarded. Refused is also a
@@ -347,7 +342,6 @@ def _strict_capture() -> Iterator[_Called]:
     Raises:
         RefusedError: another thread is in the midst of a capture.
     """
-    called: _Called = {}
     contexts = (
         sole_capture(),
         without_own(),
@@ -362,18 +356,19 @@ def _strict_capture() -> Iterator[_Called]:
         equality.strict(),
         lookups.guarded(),
         aliases.guarded(),
+        identity.guarded(),
+        causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
         mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
-        mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called)),
         mock.patch.object(dynamo_utils, "warn_once"),
         mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
     )
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
-        yield called
+        yield stack.enter_context(noting())
 
 
 def _refuse_marks(args: Sequence[Any]) -> None:
@@ -382,31 +377,6 @@ def _refuse_marks(args: Sequence[Any]) -> None:
     marks = ("_dynamo_dynamic_indices", "_dynamo_unbacked_indices")
     if any(getattr(tensor, mark, None) for tensor in tensors for mark in marks):
         raise RefusedError(MARKED)
-
-
-def _noting(called: _Called) -> Any:
-    """What Dynamo calls to look into a function, but that it is noted down, and answered where the answer is known."""
-    inline: Callable[..., Any] = InliningInstructionTranslator.inline_call
-
-    def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
-        with suppress(NotImplementedError):  # what the call itself makes, and what has no class
-            subject = getattr(function, "obj", None) or (args[0] if args else None)
-            called[function.get_function(), _owner(subject)] = None
-        known = causal_masks.answer(function, args, kwargs)
-        return inline(parent, function, args, kwargs, **options) if known is None else known
-
-    return inline_call
-
-
-def _owner(subject: Any) -> type | None:
-    """The class of what a function is called on, or that itself if it is a class; it is not looked at closer."""
-    if subject is None:
-        return None
-    if isinstance(subject, LazyVariableTracker) and not subject.is_realized():
-        kind: type = subject.peek_type()
-        return subject.peek_value() if issubclass(kind, type) else kind
-    kind = subject.python_type()
-    return subject.as_python_constant() if issubclass(kind, type) else kind
 
 
 def _refuse_question() -> Callable[[Any], None]:
