@@ -8,6 +8,7 @@ environment of the process stays as it is. Where it meets these is private.
 from __future__ import annotations
 
 import abc
+import functools
 import os
 import sys
 import types
@@ -36,6 +37,7 @@ class Called:
         self._classes: dict[type, None] = {}
         self._builtins: dict[tuple[int, str], dict[str, Any]] = {}
         self._modules: dict[str, None] = {}
+        self._answers: dict[tuple[object, ...], Callable[[], object]] = {}
         self._asks_abstract_classes = False
 
     def note_function(self, function: types.FunctionType) -> None:
@@ -55,6 +57,10 @@ class Called:
     def note_module(self, name: str) -> None:
         """It was imported."""
         self._modules[name] = None
+
+    def note_answer(self, ask: functools.partial[Any]) -> None:
+        """It was called, and decides by what it gives."""
+        self._answers[ask.func, tuple(map(id, ask.args)), tuple(ask.keywords)] = ask
 
     def note_question(self, kinds: object) -> None:
         """Whether something is of a class of these was asked, by `isinstance` or `issubclass`."""
@@ -78,6 +84,8 @@ class Called:
         for name in self._modules:
             if name in sys.modules:
                 yield item(sys.modules, name)
+        for ask in self._answers.values():
+            yield result(ask)
         if self._asks_abstract_classes:
             yield result(abc.get_cache_token)
         if os._Environ in self._classes:

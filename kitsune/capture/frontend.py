@@ -1,7 +1,7 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `called`, `causal_masks`, `equality`,
-`identity` and `lookups`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the
+`identity`, `kept_results` and `lookups`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the
 line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from
 being frozen, the guards, that a call asks whether it is being compiled, which functions keep their results, what Dynamo
 takes a sequence for, the advice that it gives, and its marks on tensors.
@@ -13,7 +13,6 @@ import inspect
 import logging
 import os
 import re
-import sysconfig
 import threading
 import types
 import warnings
@@ -32,11 +31,10 @@ from torch._dynamo import config, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import aliases, causal_masks, equality, identity, lookups
+from kitsune.capture import aliases, causal_masks, equality, identity, kept_results, lookups
 from kitsune.capture.called import Called, noting
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -330,9 +328,8 @@ def _strict_capture() -> Iterator[Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
     Constants are told from others that are only equal, and what is looked up in vain is guarded. Refused is also a
-    model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So is one of which a
-    function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again. So is one with a deque
-    that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
+    model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So is one with a
+    deque that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
@@ -360,7 +357,6 @@ def _strict_capture() -> Iterator[Called]:
         causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
-        mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
         mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
         mock.patch.object(dynamo_utils, "warn_once"),
         mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
@@ -368,7 +364,9 @@ def _strict_capture() -> Iterator[Called]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
-        yield stack.enter_context(noting())
+        called = stack.enter_context(noting())
+        stack.enter_context(kept_results.answered(called))
+        yield called
 
 
 def _refuse_marks(args: Sequence[Any]) -> None:
@@ -392,38 +390,6 @@ def _refuse_question() -> Callable[[Any], None]:
         mark(frame)
 
     return answer
-
-
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-
-_OF_CODE = ("CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "MODULE_MATCH")
-"""Guards that a function has other code than it had."""
-
-
-def _refuse_kept_results() -> Any:
-    """What Dynamo calls for a function that is wrapped, as by `functools.lru_cache`."""
-    call: Callable[..., Any] = WrapperUserFunctionVariable.call_function
-
-    def call_function(function: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if not hasattr(function.wrapper_obj, "cache_info"):
-            return call(function, tx, args, kwargs)
-        num_nodes, guards = len(tx.output.graph.nodes), set(tx.output.guards)
-        result = call(function, tx, args, kwargs)
-        name = function.wrapper_obj.__name__
-        if len(tx.output.graph.nodes) != num_nodes:
-            raise exc.Unsupported(f"{name}() keeps tensors that it makes, and would make others at every replay")
-        reads = any(guard.create_fn_name() not in _OF_CODE for guard in set(tx.output.guards) - guards)
-        if reads and not _is_installed(function.wrapper_obj):
-            raise exc.Unsupported(f"{name}() keeps results that depend on more than its arguments")
-        return result
-
-    return call_function
-
-
-def _is_installed(function: Any) -> bool:
-    """Whether a function is of an installed package, which keeps what depends on the arguments alone."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and code.co_filename.startswith(_INSTALLED)
 
 
 def _refuse_bounded() -> Any:

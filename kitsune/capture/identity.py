@@ -55,7 +55,8 @@ _CONSTANT = tuple(
 )
 """What Dynamo takes for a constant without having guarded which one it is."""
 
-_UNKNOWN = object()
+UNKNOWN = object()
+"""Stands for an object that there was not before the call."""
 
 
 @contextmanager
@@ -176,8 +177,8 @@ def _are_one(tx: Any, left: Any, right: Any, strict: bool) -> bool | None:
     """
     if _unwrapped(left) is _unwrapped(right):
         return None
-    first, second = _object_of(tx, left), _object_of(tx, right)
-    if first is _UNKNOWN or second is _UNKNOWN:
+    first, second = object_of(tx, left), object_of(tx, right)
+    if first is UNKNOWN or second is UNKNOWN:
         return _is_literal(left, right, first, second) if strict else None
     if type(first) is not type(second) or isinstance(first, _SINGLE):
         return None
@@ -196,8 +197,8 @@ def _are_one(tx: Any, left: Any, right: Any, strict: bool) -> bool | None:
 
 def _is_literal(left: Any, right: Any, first: object, second: object) -> bool | None:
     """The same of a constant that stands in the code, and an object."""
-    (literal, subject, value) = (right, left, first) if second is _UNKNOWN else (left, right, second)
-    if value is _UNKNOWN or isinstance(literal, LazyVariableTracker) or not isinstance(literal, ConstantVariable):
+    (literal, subject, value) = (right, left, first) if second is UNKNOWN else (left, right, second)
+    if value is UNKNOWN or isinstance(literal, LazyVariableTracker) or not isinstance(literal, ConstantVariable):
         return None
     if literal.source is not None or isinstance(literal.value, _SINGLE) or type(literal.value) is not type(value):
         return None
@@ -209,16 +210,24 @@ def _unwrapped(variable: Any) -> Any:
     return variable.unwrap() if isinstance(variable, LazyVariableTracker) else variable
 
 
-def _object_of(tx: Any, variable: Any) -> Any:
-    """What a variable was before the call; `_UNKNOWN` if the call makes it."""
+def object_of(tx: Any, variable: Any) -> Any:
+    """What a variable was before the call; `UNKNOWN` if the call makes it."""
     source = variable.source
     if source is None or is_constant_source(source):
-        return _UNKNOWN
+        return UNKNOWN
     names = {"G": tx.output.global_scope, "L": tx.output.local_scope}
     try:
         return source.get_value(names, guards._get_closure_vars(), {})
     except Exception:  # noqa: BLE001 - properties of the user's may raise anything, and some places cannot be read
-        return _UNKNOWN
+        return UNKNOWN
+
+
+def pinned_object(tx: Any, variable: Any) -> Any:
+    """What a variable was before the call, guarded to be that; `UNKNOWN` if the call makes it."""
+    found = object_of(tx, variable)
+    if found is not UNKNOWN:
+        install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+    return found
 
 
 def _inherits(value: object, name: str) -> bool:
@@ -249,11 +258,10 @@ def _pinning_constant(take: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def as_python_constant(variable: Any) -> Any:
         taken = take(variable)
-        found = _object_of(InstructionTranslator.current_tx(), variable)
-        if found is _UNKNOWN or type(found) is not type(taken):
+        found = object_of(InstructionTranslator.current_tx(), variable)
+        if found is UNKNOWN or type(found) is not type(taken):
             return taken
-        install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
-        return found
+        return pinned_object(InstructionTranslator.current_tx(), variable)
 
     return as_python_constant
 
@@ -263,10 +271,10 @@ def _pinning(make: Callable[..., None]) -> Callable[..., None]:
 
     def pinning(key: Any, variable: Any) -> None:
         make(key, variable)
-        found = _object_of(InstructionTranslator.current_tx(), variable)
+        found = object_of(InstructionTranslator.current_tx(), variable)
         if isinstance(found, _METHODS) and not isinstance(found.__self__, (type(None), type, types.ModuleType)):
             raise exc.Unsupported("a method of an object is a key of a dictionary, or a member of a set")
-        goes_by_identity = found is not _UNKNOWN and _inherits(found, "__hash__")
+        goes_by_identity = found is not UNKNOWN and _inherits(found, "__hash__")
         if goes_by_identity or isinstance(found, torch.nn.Parameter):
             install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
         if goes_by_identity:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -175,42 +174,6 @@ def test_objects_that_are_asked_for_none_may_be_others() -> None:
         return model, adam(model)
 
     assert compare("drop_in", build, steps=8, edit=edit).status().mode == "replay"
-
-
-@functools.lru_cache
-def kept() -> float:
-    return FACTORS["kept"]
-
-
-@pytest.mark.support(
-    "Models", "functools.lru_cache around a function that reads what may change", "plain PyTorch, with a reason"
-)
-def test_results_that_a_function_keeps_are_not_computed_anew() -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        FACTORS["kept"] = 1.0
-        kept.cache_clear()
-        model = Reading(lambda _model: kept())
-        return model, adam(model)
-
-    def edit(training: Training, index: int) -> None:
-        if index == 5:
-            FACTORS["kept"] = 2.0
-
-    training = compare("drop_in", build, steps=8, edit=edit, replays=0)
-    assert "keeps results that depend on more than its arguments" in training.status().reason
-
-
-@functools.lru_cache
-def doubled(number: int) -> float:
-    return number * 2.0
-
-
-def test_results_that_depend_on_the_arguments_alone_are() -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Reading(lambda _model: doubled(1))
-        return model, adam(model)
-
-    assert compare("drop_in", build).status().mode == "replay"
 
 
 class Slots:
