@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `called`, `causal_masks`, `equality`,
-`identity`, `kept_results` and `lookups`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the
-line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from
-being frozen, the guards, that a call asks whether it is being compiled, which functions keep their results, what Dynamo
-takes a sequence for, the advice that it gives, and its marks on tensors.
+`identity`, `kept_results` and `lookups`. `torch.compile` with a backend of one's own is public. What is not: exceptions
+that tell the line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the
+host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the
+advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
