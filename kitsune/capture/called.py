@@ -1,34 +1,95 @@
 """What decides which functions a captured call runs, beside what Dynamo guards.
 
-Dynamo takes it that classes keep their methods, and that the environment of the process stays as it is.
+Dynamo takes it that functions keep their code, that classes stay as they are defined, that no global comes to hide a
+builtin, that modules stay those in `sys.modules`, that no class joins an abstract one (`ABC.register`), and that the
+environment of the process stays as it is. Where it meets these is private.
 """
 
 from __future__ import annotations
 
-import inspect
+import abc
+import functools
 import os
+import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, get_args
+from unittest import mock
 
-from kitsune.native.facts import Fact, attribute, item, result
+from torch._dynamo import exc
+from torch._dynamo.source import is_from_skip_guard_source
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.variables import BuiltinVariable
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lazy import LazyVariableTracker
+
+from kitsune.native.facts import Fact, absence, attribute, definition, item, result
+
+_IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
 
 
-def called_facts(function: types.FunctionType, owner: type | None) -> Iterator[Fact]:
-    """What must stay for a call to run `function` again.
+class Called:
+    """What a call has met while it was captured."""
 
-    Args:
-        owner: the class of which it may be a method: that of its first argument, or that argument itself.
-    """
-    if owner is os._Environ:
-        yield result(_environment)
-    for place in {owner, _written_in(function)} - {None}:
-        assert place is not None
-        for definer in place.__mro__:
-            for name in [name for name, value in list(vars(definer).items()) if _function_of(value) is function]:
-                yield item(vars(definer), name)
-                if definer is not place and vars(definer)[name] is getattr(place, name):
-                    yield attribute(place, name)  # it may come to be defined there, too
+    def __init__(self) -> None:
+        self._functions: dict[types.FunctionType, None] = {}
+        self._classes: dict[type, None] = {}
+        self._builtins: dict[tuple[int, str], dict[str, Any]] = {}
+        self._modules: dict[str, None] = {}
+        self._answers: dict[tuple[object, ...], Callable[[], object]] = {}
+        self._asks_abstract_classes = False
+
+    def note_function(self, function: types.FunctionType) -> None:
+        """It was run."""
+        self._functions[function] = None
+
+    def note_class(self, kind: type) -> None:
+        """An object of it was met, or the class itself."""
+        self._classes |= dict.fromkeys(kind.__mro__)
+        meta: type = type(kind)
+        self._classes |= dict.fromkeys(meta.__mro__)
+
+    def note_builtin(self, namespace: dict[str, Any], name: str) -> None:
+        """It was read by a function whose globals do not have the name."""
+        self._builtins[id(namespace), name] = namespace
+
+    def note_module(self, name: str) -> None:
+        """It was imported."""
+        self._modules[name] = None
+
+    def note_answer(self, ask: functools.partial[Any]) -> None:
+        """It was called, and decides by what it gives."""
+        self._answers[ask.func, tuple(map(id, ask.args)), tuple(ask.keywords)] = ask
+
+    def note_question(self, kinds: object) -> None:
+        """Whether something is of a class of these was asked, by `isinstance` or `issubclass`."""
+        if isinstance(kinds, tuple):
+            for kind in kinds:
+                self.note_question(kind)
+        elif isinstance(kinds, types.UnionType):
+            self.note_question(get_args(kinds))
+        elif not isinstance(kinds, type) or isinstance(kinds, abc.ABCMeta):
+            self._asks_abstract_classes = True
+
+    def facts(self) -> Iterator[Fact]:
+        """What must stay for a call to run the same functions again."""
+        for function in self._functions:
+            yield attribute(function, "__code__")
+        for kind in self._classes:
+            if not kind.__flags__ & _IMMUTABLE:
+                yield definition(kind)
+        for (_, name), namespace in self._builtins.items():
+            yield absence(namespace, name)
+        for name in self._modules:
+            if name in sys.modules:
+                yield item(sys.modules, name)
+        for ask in self._answers.values():
+            yield result(ask)
+        if self._asks_abstract_classes:
+            yield result(abc.get_cache_token)
+        if os._Environ in self._classes:
+            yield result(_environment)
 
 
 def _environment() -> tuple[tuple[Any, Any], ...]:
@@ -36,16 +97,105 @@ def _environment() -> tuple[tuple[Any, Any], ...]:
     return tuple(os.environ._data.items())  # type: ignore[attr-defined]  # nothing public shows it in microseconds
 
 
-def _function_of(method: Any) -> Any:
-    """What runs when it is called or read: properties, class methods and static methods hold another function."""
-    if isinstance(method, property):
-        return method.fget
-    return method.__func__ if isinstance(method, (classmethod, staticmethod)) else method
+@contextmanager
+def noting() -> Iterator[Called]:
+    """Within, what Dynamo meets is noted down."""
+    called = Called()
+    patches = (
+        mock.patch.object(VariableBuilder, "_wrap", _noting_classes(called)),
+        mock.patch.object(InliningInstructionTranslator, "inline_call", _noting_functions(called)),
+        mock.patch.object(InstructionTranslatorBase, "load_builtin", _noting_builtins(called)),
+        mock.patch.object(InstructionTranslatorBase, "import_source", _noting_modules(called)),
+        mock.patch.object(
+            InliningInstructionTranslator, "get_globals_source_and_value", _refusing_namespaces_of_others()
+        ),
+        mock.patch.object(BuiltinVariable, "call_function", _noting_questions(called)),
+    )
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield called
 
 
-def _written_in(function: types.FunctionType) -> type | None:
-    """The class at a module's top level in whose body a function was written, which tells static methods apart."""
-    place: Any = inspect.getmodule(function)
-    for name in function.__qualname__.split(".")[:-1]:
-        place = getattr(place, name, None)
-    return place if isinstance(place, type) else None
+def _noting_classes(called: Called) -> Callable[..., Any]:
+    wrap: Callable[..., Any] = VariableBuilder._wrap
+
+    def noting_classes(builder: Any, value: Any) -> Any:
+        called.note_class(value if isinstance(value, type) else type(value))
+        return wrap(builder, value)
+
+    return noting_classes
+
+
+def _noting_functions(called: Called) -> Callable[..., Any]:
+    inline: Callable[..., Any] = InliningInstructionTranslator.inline_call
+
+    def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
+        with suppress(NotImplementedError):  # what the call itself makes, and what has no class
+            called.note_function(function.get_function())
+            owner = _owner(getattr(function, "obj", None) or (args[0] if args else None))
+            if owner is not None:
+                called.note_class(owner)
+        return inline(parent, function, args, kwargs, **options)
+
+    return inline_call
+
+
+def _owner(subject: Any) -> type | None:
+    """The class of what a function is called on, or that itself if it is a class; it is not looked at closer."""
+    if subject is None:
+        return None
+    if isinstance(subject, LazyVariableTracker) and not subject.is_realized():
+        kind: type = subject.peek_type()
+        return subject.peek_value() if issubclass(kind, type) else kind
+    kind = subject.python_type()
+    return subject.as_python_constant() if issubclass(kind, type) else kind
+
+
+def _noting_builtins(called: Called) -> Callable[..., Any]:
+    load: Callable[..., Any] = InstructionTranslatorBase.load_builtin
+
+    def load_builtin(frame: Any, instruction: Any) -> None:
+        called.note_builtin(frame.f_globals, instruction.argval)
+        load(frame, instruction)
+
+    return load_builtin
+
+
+def _noting_modules(called: Called) -> Callable[..., Any]:
+    import_source: Callable[..., Any] = InstructionTranslatorBase.import_source
+
+    def noting_modules(frame: Any, name: str) -> Any:
+        called.note_module(name)
+        return import_source(frame, name)
+
+    return noting_modules
+
+
+def _refusing_namespaces_of_others() -> Callable[..., Any]:
+    """What Dynamo calls for a global of a function, but that it is refused where it would look into another module."""
+    look_up: Callable[..., Any] = InliningInstructionTranslator.get_globals_source_and_value
+
+    def get_globals_source_and_value(frame: Any, name: str) -> Any:
+        found = look_up(frame, name)
+        is_guarded = isinstance(found[0], types.ModuleType) and not is_from_skip_guard_source(found[2])
+        if is_guarded and vars(found[0]) is not frame.f_globals:
+            module = frame.f_globals["__name__"]
+            raise exc.Unsupported(f"a function is called of a module {module!r} that is not the one in sys.modules")
+        return found
+
+    return get_globals_source_and_value
+
+
+def _noting_questions(called: Called) -> Callable[..., Any]:
+    call: Callable[..., Any] = BuiltinVariable.call_function
+
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if variable.fn in (isinstance, issubclass) and len(args) == 2:
+            try:
+                called.note_question(args[1].as_python_constant())
+            except NotImplementedError:
+                called.note_question(None)
+        return call(variable, tx, args, kwargs)
+
+    return call_function

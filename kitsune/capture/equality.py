@@ -1,22 +1,23 @@
 """Guards for constants that Python calls equal though they are not the same: `(1, 0.0)` and `(1.0, -0.0)`.
 
 Dynamo compares constants by `==`, and asks for the type of the outermost object alone. Of dictionaries that are
-unpacked (`list(names)`, `",".join(names)`) it leaves out the order of the keys, and in `list` all but their number.
-Keys that are zeros or tuples, and instances of subclasses of `float`, it compares elsewhere, and so still does. Its
-guard builder is private, as are the guard managers that it fills, its variables, and the list of dictionaries whose
-order is guarded.
+unpacked (`list(names)`, `",".join(names)`) it leaves out the order of the keys, in `list` all but their number, and of
+those that are used as a whole (`str(names)`) the keys. Its guard builder is private, as are the guard managers that
+it fills, its variables, and the list of dictionaries whose order is guarded.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._dynamo.guards import GuardBuilder
+from torch._dynamo import exc, variables
+from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedObjectVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
 
@@ -24,17 +25,8 @@ from torch._dynamo.variables.lists import CommonListMethodsVariable
 @contextmanager
 def strict() -> Iterator[None]:
     """Within, Dynamo's guards tell constants from others that are only equal, and dictionaries in another order."""
-    guard_equality: Callable[..., None] = GuardBuilder.EQUALS_MATCH
     guard_keys: Callable[..., None] = ConstDictVariable.install_dict_keys_match_guard
     call_of_list: Callable[..., Any] = CommonListMethodsVariable.call_method
-
-    @functools.wraps(guard_equality)  # Dynamo goes by its name
-    def guard_sameness(builder: GuardBuilder, guard: Any, *args: Any, **kwargs: Any) -> None:
-        guard_equality(builder, guard, *args, **kwargs)
-        value = builder.get(guard)
-        if has_lookalikes(value):
-            parts = [f"{builder.arg_ref(guard)} is written {value!r}"]
-            builder.get_guard_manager(guard).add_lambda_guard(is_written_as(value), parts, guard.user_stack)
 
     def guard_order(variable: ConstDictVariable) -> None:
         guard_keys(variable)
@@ -46,12 +38,96 @@ def strict() -> Iterator[None]:
             args[0].install_dict_keys_match_guard()
         return call_of_list(variable, tx, name, args, kwargs)
 
-    sameness = mock.patch.object(GuardBuilder, "EQUALS_MATCH", guard_sameness)
-    order = mock.patch.object(ConstDictVariable, "install_dict_keys_match_guard", guard_order)
-    lists = mock.patch.object(CommonListMethodsVariable, "call_method", call_method)
-    with sameness, order, lists:
+    patches = [
+        *_guards_of_sameness(),
+        (ConstDictVariable, "install_dict_keys_match_guard", guard_order),
+        (CommonListMethodsVariable, "call_method", call_method),
+        (BuiltinVariable, "call_function", _guard_text()),
+        *_guards_of_wholes(),
+    ]
+    with ExitStack() as stack:
+        for kind, name, patch in patches:
+            stack.enter_context(mock.patch.object(kind, name, patch))
         yield
 
+
+def _guards_of_sameness() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Those that compare by `==`: constants, instances of subclasses of theirs, and keys."""
+    for name in ("EQUALS_MATCH", "CONSTANT_SUBCLASS_MATCH"):
+        if hasattr(GuardBuilder, name):  # subclasses have their own since torch 2.13
+            yield GuardBuilder, name, _guard_sameness(getattr(GuardBuilder, name))
+    yield GuardBuilder, "DICT_KEYS_MATCH", _guard_same_keys()
+
+
+def _guard_sameness(guard_equality: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(guard_equality)  # Dynamo goes by its name
+    def guard_sameness(builder: GuardBuilder, guard: Any, *args: Any, **kwargs: Any) -> None:
+        guard_equality(builder, guard, *args, **kwargs)
+        value = builder.get(guard)
+        if has_lookalikes(value):
+            parts = [f"{builder.arg_ref(guard)} is written {value!r}"]
+            builder.get_guard_manager(guard).add_lambda_guard(is_written_as(value), parts, guard.user_stack)
+
+    return guard_sameness
+
+
+def _guard_same_keys() -> Callable[..., None]:
+    guard_equality: Callable[..., None] = GuardBuilder.DICT_KEYS_MATCH
+
+    @functools.wraps(guard_equality)
+    def guard_same_keys(builder: GuardBuilder, guard: Any) -> None:
+        guard_equality(builder, guard)
+        keys = list(dict.keys(builder.get(guard)))
+        if any(map(has_lookalikes, keys)):  # managers of dictionaries take no guard of the whole
+            code = f"repr(list(dict.keys({builder.arg_ref(guard)}))) == {repr(keys)!r}"
+            builder.object_aliasing_guard_codes.append((code, get_verbose_code_parts(code, guard)[0]))
+
+    return guard_same_keys
+
+
+def _guards_of_wholes() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Those of the keys of a dictionary that something gets as a whole, as in `str(names)` or `names | others`."""
+    for kind in _DICTIONARIES:
+        for name in ("as_python_constant", "as_proxy", "repr_impl", "nb_or_impl"):
+            if name in vars(kind):
+                yield kind, name, _guard_whole(getattr(kind, name))
+
+
+def _guard_whole(use: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(use)
+    def guarded_use(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        for whole in (variable, *args):
+            dictionary = getattr(whole, "_base_vt", whole)
+            if isinstance(dictionary, ConstDictVariable):
+                dictionary.install_dict_keys_match_guard()
+        return use(variable, *args, **kwargs)
+
+    return guarded_use
+
+
+def _guard_text() -> Callable[..., Any]:
+    """What Dynamo calls for a builtin: for `str` it asks an object for its text, and guards nothing that is in it."""
+    call: Callable[..., Any] = BuiltinVariable.call_function
+
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if variable.fn is not str or len(args) != 1 or kwargs:
+            return call(variable, tx, args, kwargs)
+        subject = args[0].realize() if isinstance(args[0], LazyVariableTracker) else args[0]
+        is_asked = isinstance(subject, UserDefinedObjectVariable) and type(subject.value).__str__ is object.__str__
+        if not is_asked:
+            return call(variable, tx, args, kwargs)
+        if not hasattr(variables, "object_protocol"):  # before torch 2.13
+            raise exc.Unsupported("an object is turned into text, by str()")
+        return variables.object_protocol.generic_repr(tx, subject)
+
+    return call_function
+
+
+_DICTIONARIES = tuple(
+    vars(variables)[name]
+    for name in ("ConstDictVariable", "UserDefinedDictVariable", "DefaultDictVariable", "OrderedDictVariable")
+    if name in vars(variables)  # the last one since torch 2.13
+)
 
 _CHANGING = (set, list, KeysView)
 
@@ -59,7 +135,7 @@ _CHANGING = (set, list, KeysView)
 def has_lookalikes(value: Any) -> bool:
     """Whether there may be other values that are equal to it, and of its type."""
     if isinstance(value, float):
-        return value == 0
+        return value == 0.0
     if isinstance(value, (tuple, frozenset)):
         return any(isinstance(one, (int, float, complex)) or has_lookalikes(one) for one in value)
     return isinstance(value, (complex, slice, *_CHANGING))

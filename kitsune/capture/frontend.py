@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `aliases`, `causal_masks`, `equality`, `lookups` and
-`retention`. `torch.compile` with a backend of one's own is public. What is not: exceptions that tell the line that
-could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen,
-the guards, which functions a call runs, that it asks whether it is being compiled, which functions keep their results,
-what it takes a sequence for, the advice that Dynamo gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `aliases`, `called`, `causal_masks`, `equality`,
+`identity`, `kept_results`, `lookups` and `retention`. `torch.compile` with a backend of one's own is public. What is
+not: exceptions that tell the line that could not be captured, the switch that guards hooks, the switches that keep
+numbers drawn on the host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo
+takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import inspect
 import logging
 import os
 import re
-import sysconfig
 import threading
 import types
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
@@ -30,15 +29,13 @@ import torch
 from torch import fx
 from torch._dynamo import config, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.functions import WrapperUserFunctionVariable
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import aliases, causal_masks, equality, lookups
-from kitsune.capture.called import called_facts
+from kitsune.capture import aliases, causal_masks, equality, identity, kept_results, lookups
+from kitsune.capture.called import Called, noting
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
 from kitsune.capture.result_views import take_views
@@ -58,9 +55,6 @@ Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
 _LIBRARIES = frozenset({"kitsune", "torch", "torchvision", "torchaudio", "transformers", "accelerate"})
 """What these compute does not depend on whether they are being compiled, though they ask."""
-
-_Called = dict[tuple[types.FunctionType, "type | None"], None]
-"""The functions that a call runs, each with the class of which it may be a method, in the order of their use."""
 
 _CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
 
@@ -145,8 +139,7 @@ class GuardedFunction:
                 _refuse_marks(args)
                 with _strict_capture() as called, self._retention.noted():
                     result = self._compiled(*args)
-                found = [fact for function, owner in called for fact in called_facts(function, owner)]
-                self._called_facts = tuple({(fact.kind, id(fact.subject), fact.key): fact for fact in found}.values())
+                self._called_facts = tuple(called.facts())
                 self._called = facts_type()(self._called_facts)
         except exc.TorchDynamoException as error:
             if is_captured:  # Dynamo tries again only after a guard has failed
@@ -338,13 +331,12 @@ def dynamo_facts() -> list[Fact]:
 
 
 @contextmanager
-def _strict_capture() -> Iterator[_Called]:
+def _strict_capture() -> Iterator[Called]:
     """Guards the hooks of modules, and refuses random numbers of the host that Dynamo would freeze or take from torch.
 
     Constants are told from others that are only equal, and what is looked up in vain is guarded. Refused is also a
-    model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So is one of which a
-    function keeps what it makes (`functools.lru_cache`): Dynamo would have it make that again. So is one with a deque
-    that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
+    model that asks whether it is being compiled: it would be told so, and is not by plain PyTorch. So is one with a
+    deque that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
     `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
@@ -354,7 +346,6 @@ def _strict_capture() -> Iterator[_Called]:
     Raises:
         RefusedError: another thread is in the midst of a capture.
     """
-    called: _Called = {}
     contexts = (
         sole_capture(),
         without_own(),
@@ -369,17 +360,19 @@ def _strict_capture() -> Iterator[_Called]:
         equality.strict(),
         lookups.guarded(),
         aliases.guarded(),
+        identity.guarded(),
+        causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
-        mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
         mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
-        mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called)),
         mock.patch.object(dynamo_utils, "warn_once"),
         mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
     )
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
+        called = stack.enter_context(noting())
+        stack.enter_context(kept_results.answered(called))
         yield called
 
 
@@ -389,31 +382,6 @@ def _refuse_marks(args: Sequence[Any]) -> None:
     marks = ("_dynamo_dynamic_indices", "_dynamo_unbacked_indices")
     if any(getattr(tensor, mark, None) for tensor in tensors for mark in marks):
         raise RefusedError(MARKED)
-
-
-def _noting(called: _Called) -> Any:
-    """What Dynamo calls to look into a function, but that it is noted down, and answered where the answer is known."""
-    inline: Callable[..., Any] = InliningInstructionTranslator.inline_call
-
-    def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
-        with suppress(NotImplementedError):  # what the call itself makes, and what has no class
-            subject = getattr(function, "obj", None) or (args[0] if args else None)
-            called[function.get_function(), _owner(subject)] = None
-        known = causal_masks.answer(function, args, kwargs)
-        return inline(parent, function, args, kwargs, **options) if known is None else known
-
-    return inline_call
-
-
-def _owner(subject: Any) -> type | None:
-    """The class of what a function is called on, or that itself if it is a class; it is not looked at closer."""
-    if subject is None:
-        return None
-    if isinstance(subject, LazyVariableTracker) and not subject.is_realized():
-        kind: type = subject.peek_type()
-        return subject.peek_value() if issubclass(kind, type) else kind
-    kind = subject.python_type()
-    return subject.as_python_constant() if issubclass(kind, type) else kind
 
 
 def _refuse_question() -> Callable[[Any], None]:
@@ -429,38 +397,6 @@ def _refuse_question() -> Callable[[Any], None]:
         mark(frame)
 
     return answer
-
-
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")})
-
-_OF_CODE = ("CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "MODULE_MATCH")
-"""Guards that a function has other code than it had."""
-
-
-def _refuse_kept_results() -> Any:
-    """What Dynamo calls for a function that is wrapped, as by `functools.lru_cache`."""
-    call: Callable[..., Any] = WrapperUserFunctionVariable.call_function
-
-    def call_function(function: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if not hasattr(function.wrapper_obj, "cache_info"):
-            return call(function, tx, args, kwargs)
-        num_nodes, guards = len(tx.output.graph.nodes), set(tx.output.guards)
-        result = call(function, tx, args, kwargs)
-        name = function.wrapper_obj.__name__
-        if len(tx.output.graph.nodes) != num_nodes:
-            raise exc.Unsupported(f"{name}() keeps tensors that it makes, and would make others at every replay")
-        reads = any(guard.create_fn_name() not in _OF_CODE for guard in set(tx.output.guards) - guards)
-        if reads and not _is_installed(function.wrapper_obj):
-            raise exc.Unsupported(f"{name}() keeps results that depend on more than its arguments")
-        return result
-
-    return call_function
-
-
-def _is_installed(function: Any) -> bool:
-    """Whether a function is of an installed package, which keeps what depends on the arguments alone."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and code.co_filename.startswith(_INSTALLED)
 
 
 def _refuse_bounded() -> Any:

@@ -1,43 +1,52 @@
-"""Guards for what Python looks up in vain, and for which objects are the same.
+"""Guards for what Python looks up in vain: attributes and keys that were missing, and come later.
 
-Where an attribute or a key is missing, so that `__getattr__` or an `except` has the answer, Dynamo does not guard that
-it goes on missing; nor, where a class inherits an attribute, that it gets none of its own; nor, where objects are
-compared by `is`, or by an `==` that means the same, which ones they are. Its variables and its guard builder are
-private.
+Where `__getattr__`, an `except`, `hasattr` or a default has the answer, Dynamo does not guard that an attribute of an
+object, a Python module, a function or a tensor goes on missing, nor what keys the `__dict__` of an object has. That
+classes get none, `called` sees. Dynamo's variables and its guard builder are private.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
+import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._dynamo import exc, variables
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import GetItemSource, TypeDictSource, TypeMROSource
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, LazyVariableTracker, UserDefinedObjectVariable
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, UserDefinedObjectVariable, dicts
 from torch._dynamo.variables.dicts import ConstDictVariable
-from torch._dynamo.variables.lists import BaseListVariable
 
 _PARTS = ("_parameters", "_buffers", "_modules")
 """Dictionaries of modules in which `Module.__getattr__` looks."""
 
-_COMPARISONS = (operator.is_, operator.is_not, operator.eq, operator.ne)
-
-_IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
+_PLAIN = (
+    variables.PythonModuleVariable,
+    variables.UserFunctionVariable,
+    variables.UserMethodVariable,
+    variables.SkipFunctionVariable,
+    variables.TensorVariable,
+)
+"""What has no classes of the model's, so that to ask for an attribute runs none of its code."""
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
     """Within, Dynamo guards these."""
-    attribute = mock.patch.object(UserDefinedObjectVariable, "var_getattr", _guard_attribute())
-    inherited = mock.patch.object(UserDefinedObjectVariable, "get_source_by_walking_mro", _guard_class())
-    key = mock.patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", _guard_key())
-    identity = mock.patch.object(BuiltinVariable, "call_function", _guard_identity())
-    with attribute, inherited, key, identity:
+    patches = [
+        (UserDefinedObjectVariable, "var_getattr", _guard_attribute()),
+        (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guard_key()),
+        *_guards_of_plain(),
+        *_guards_of_own_dictionaries(),
+    ]
+    with ExitStack() as stack:
+        for kind, name, patch in patches:
+            stack.enter_context(mock.patch.object(kind, name, patch))
         yield
 
 
@@ -53,23 +62,11 @@ def _guard_attribute() -> Callable[..., Any]:
                     found = found.realize()
                 if isinstance(found, ConstDictVariable):
                     found.install_dict_contains_guard(tx, [ConstantVariable.create(name)])
-            for place in range(len(type(variable.value).__mro__)):
-                _guard_missing_in_class(variable, place, name)
+        elif variable.source and _is_empty_slot(variable.value, name):
+            _install(variable.source, GuardBuilder.HASATTR, attr=name)
         return look_up(variable, tx, name)
 
     return var_getattr
-
-
-def _guard_class() -> Callable[..., Any]:
-    walk: Callable[..., Any] = UserDefinedObjectVariable.get_source_by_walking_mro
-
-    def get_source_by_walking_mro(variable: Any, *args: Any) -> Any:
-        name = args[-1]  # before torch 2.13 the only one
-        if name not in vars(type(variable.value)):
-            _guard_missing_in_class(variable, 0, name)  # Dynamo does so for the classes between
-        return walk(variable, *args)
-
-    return get_source_by_walking_mro
 
 
 def _guard_key() -> Callable[..., Any]:
@@ -83,27 +80,75 @@ def _guard_key() -> Callable[..., Any]:
     return getitem
 
 
-def _guard_identity() -> Callable[..., Any]:
-    call: Callable[..., Any] = BuiltinVariable.call_function
-
-    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if variable.fn in _COMPARISONS and len(args) == 2:
-            pair = [one.realize() if isinstance(one, LazyVariableTracker) else one for one in args]
-            if all(_is_compared_by_identity(one, variable.fn) for one in pair):
-                for one in pair:
-                    _install(one.source, GuardBuilder.ID_MATCH)
-        return call(variable, tx, args, kwargs)
-
-    return call_function
+def _guards_of_plain() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    for kind in _PLAIN:
+        if "var_getattr" in vars(kind):
+            yield kind, "var_getattr", _guard_plain_attribute(kind.var_getattr)
+        if "call_obj_hasattr" in vars(kind):
+            yield kind, "call_obj_hasattr", _guard_plain_question(kind.call_obj_hasattr)
 
 
-def _is_compared_by_identity(variable: Any, function: Any) -> bool:
-    """Whether it tells objects from one another, of which Dynamo guards the type alone."""
-    if variable.source is None:
-        return False
-    if function in (operator.is_, operator.is_not):
-        return isinstance(variable, (UserDefinedObjectVariable, ConstDictVariable, BaseListVariable))
-    return isinstance(variable, UserDefinedObjectVariable) and type(variable.value).__eq__ is object.__eq__
+def _guard_plain_attribute(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+        try:
+            return look_up(variable, tx, name)
+        except exc.ObservedAttributeError:
+            if variable.source:
+                _install(variable.source, GuardBuilder.HASATTR, attr=name)
+            raise
+
+    return var_getattr
+
+
+def _guard_plain_question(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def call_obj_hasattr(variable: Any, tx: Any, name: str) -> Any:
+        answer = ask(variable, tx, name)
+        if variable.source and not answer.as_python_constant():
+            _install(variable.source, GuardBuilder.HASATTR, attr=name)
+        return answer
+
+    return call_obj_hasattr
+
+
+def _guards_of_own_dictionaries() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Those of `__dict__`, of which Dynamo takes it that what is not changed by the call itself stays."""
+    if not hasattr(dicts, "DunderDictVariable"):  # before torch 2.13
+        yield variables.GetAttrVariable, "call_method", _guard_question_of_dictionary()
+        return
+    kind = dicts.DunderDictVariable
+    yield kind, "install_dict_keys_match_guard", ConstDictVariable.install_dict_keys_match_guard
+    yield kind, "install_dict_contains_guard", _guard_own_key
+    yield kind, "call_method", _guard_copy(kind.call_method)
+
+
+def _guard_own_key(variable: Any, tx: Any, args: Sequence[Any]) -> None:
+    subject, name = variable.items.item, args[0].as_python_constant()
+    if variable.source and not tx.output.side_effects.has_pending_mutation_of_attr(subject, name):
+        _install_contains(variable.source, name, name in variable.items.get_example_value_dict(subject))
+
+
+def _guard_copy(call: Callable[..., Any]) -> Callable[..., Any]:
+    def call_method(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
+        if name == "copy":
+            variable.install_dict_keys_match_guard()
+        return call(variable, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _guard_question_of_dictionary() -> Callable[..., Any]:
+    call: Callable[..., Any] = variables.GetAttrVariable.call_method
+
+    def call_method(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
+        subject, source = variable.obj, variable.obj.source
+        is_asked = variable.name == "__dict__" and name in ("__contains__", "__getitem__", "get")
+        if is_asked and source and args and args[0].is_python_constant() and hasattr(subject, "value"):
+            key = args[0].as_python_constant()
+            if not tx.output.side_effects.has_pending_mutation_of_attr(subject, key):
+                _install_contains(AttrSource(source, "__dict__"), key, key in vars(subject.value))
+        return call(variable, tx, name, args, kwargs)
+
+    return call_method
 
 
 def _is_missing(value: object, name: str) -> bool:
@@ -119,17 +164,27 @@ def _is_missing(value: object, name: str) -> bool:
     return not (isinstance(value, torch.nn.Module) and any(name in places.get(part, ()) for part in _PARTS))
 
 
-def _guard_missing_in_class(variable: Any, place: int, name: str) -> None:
-    """Guards that the class at a place of the method resolution order gets no attribute of that name."""
-    kind = type(variable.value).__mro__[place]
-    if variable.cls_source is None or kind is torch.nn.Module or kind.__flags__ & _IMMUTABLE:
-        return
-    source = TypeDictSource(GetItemSource(TypeMROSource(variable.cls_source), place))
-    if hasattr(GuardBuilder, "DICT_NOT_CONTAINS"):
-        _install(source, GuardBuilder.DICT_NOT_CONTAINS, key=name)
+def _is_empty_slot(value: object, name: str) -> bool:
+    """Whether an attribute has a place of its own in an object (`__slots__`), and no value."""
+    slot = inspect.getattr_static(type(value), name, None)
+    if not isinstance(slot, types.MemberDescriptorType):
+        return False
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return True
+    return False
+
+
+def _install_contains(source: Any, key: object, is_there: bool) -> None:
+    """Guards that a dictionary has a key, or does not have it."""
+    if is_there:
+        _install(source, GuardBuilder.DICT_CONTAINS, key=key)
+    elif hasattr(GuardBuilder, "DICT_NOT_CONTAINS"):
+        _install(source, GuardBuilder.DICT_NOT_CONTAINS, key=key)
     else:  # before torch 2.13
-        _install(source, GuardBuilder.DICT_CONTAINS, key=name, invert=True)
+        _install(source, GuardBuilder.DICT_CONTAINS, key=key, invert=True)
 
 
 def _install(source: Any, guard: Callable[..., Any], **parameters: Any) -> None:
-    install_guard(source.make_guard(functools.partial(guard, **parameters) if parameters else guard))
+    install_guard(source.make_guard(functools.partial(guard, **parameters)))

@@ -3,13 +3,14 @@
 #include "parts.h"
 
 /* In the order of the functions in facts.py that make them. */
-enum kind { ATTRIBUTE, ITEM, RESULT, MEMBERS, CONTENTS, NUM_KINDS };
+enum kind { ATTRIBUTE, ITEM, RESULT, MEMBERS, CONTENTS, DEFINITION, ABSENCE, NUM_KINDS };
 
 typedef struct {
     enum kind kind;
     PyObject *subject;
     PyObject *key;
     PyObject *expected;
+    unsigned int version; /* of a class that was found as expected; 0: of none */
 } Fact;
 
 typedef struct {
@@ -60,7 +61,61 @@ static int has_contents(PyObject *dict, PyObject *keys, PyObject *values)
     return 1;
 }
 
-static int holds(const Fact *fact)
+/* Of the class as it is, and of its bases, which Python counts to keep what it has looked up; 0: of none. */
+static unsigned int version_of(PyTypeObject *type)
+{
+#if PY_VERSION_HEX < 0x030D0000
+    if (!(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG))
+        return 0;
+#endif
+    return type->tp_version_tag;
+}
+
+static int has_attributes(PyObject *dict, PyObject *names, PyObject *expected)
+{
+    if (PyDict_Size(dict) != PyTuple_GET_SIZE(names))
+        return 0;
+    PyObject *name, *value;
+    Py_ssize_t position = 0, place = 0;
+    while (PyDict_Next(dict, &position, &name, &value)) {
+        PyObject *wanted = PyTuple_GET_ITEM(expected, place + 1);
+        if (name != PyTuple_GET_ITEM(names, place) || (wanted != Py_Ellipsis && value != wanted))
+            return 0;
+        place++;
+    }
+    return 1;
+}
+
+static int is_defined(Fact *fact)
+{
+    PyTypeObject *type = (PyTypeObject *)fact->subject;
+    unsigned int version = version_of(type);
+    if (version != 0 && version == fact->version)
+        return 1;
+    if (type->tp_mro != PyTuple_GET_ITEM(fact->expected, 0))
+        return 0;
+#if PY_VERSION_HEX >= 0x030C0000
+    PyObject *dict = PyType_GetDict(type);
+#else
+    PyObject *dict = Py_XNewRef(type->tp_dict);
+#endif
+    if (dict == NULL)
+        return 0;
+    int answer = has_attributes(dict, fact->key, fact->expected);
+    Py_DECREF(dict);
+    if (answer)
+        fact->version = version;
+    return answer;
+}
+
+static int is_absent(PyObject *dict, PyObject *key)
+{
+    if (PyDict_GetItemWithError(dict, key) != NULL)
+        return 0;
+    return PyErr_Occurred() ? -1 : 1;
+}
+
+static int holds(Fact *fact)
 {
     switch (fact->kind) {
     case ATTRIBUTE:
@@ -73,6 +128,10 @@ static int holds(const Fact *fact)
         return has_members(fact->subject, fact->expected);
     case CONTENTS:
         return has_contents(fact->subject, fact->key, fact->expected);
+    case DEFINITION:
+        return is_defined(fact);
+    case ABSENCE:
+        return is_absent(fact->subject, fact->key);
     default:
         Py_UNREACHABLE();
     }
@@ -110,6 +169,11 @@ static int is_sound(long kind, PyObject *subject, PyObject *key, PyObject *expec
     case CONTENTS:
         return PyDict_Check(subject) && PyTuple_Check(key) && PyTuple_Check(expected) &&
                PyTuple_GET_SIZE(key) == PyTuple_GET_SIZE(expected);
+    case DEFINITION:
+        return PyType_Check(subject) && PyTuple_Check(key) && PyTuple_Check(expected) &&
+               PyTuple_GET_SIZE(key) + 1 == PyTuple_GET_SIZE(expected);
+    case ABSENCE:
+        return PyDict_Check(subject);
     default:
         return 0;
     }
@@ -128,7 +192,7 @@ static int take(Facts *self, PyObject *row)
             Py_INCREF(subject);
             Py_INCREF(key);
             Py_INCREF(expected);
-            self->facts[self->count++] = (Fact){(enum kind)kind, subject, key, expected};
+            self->facts[self->count++] = (Fact){(enum kind)kind, subject, key, expected, 0};
             return 0;
         }
     }

@@ -52,6 +52,22 @@ def contents(mapping: dict[Any, Any]) -> Fact:
     return Fact(4, mapping, tuple(dict.keys(mapping)), tuple(dict.values(mapping)))
 
 
+def definition(kind: type) -> Fact:
+    """The class has the bases, and the attributes by name, that it has; functions and descriptors are the same."""
+    return Fact(5, kind, tuple(vars(kind)), (kind.__mro__, *map(_what_runs, vars(kind), vars(kind).values())))
+
+
+def absence(mapping: dict[Any, Any], key: object) -> Fact:
+    """The dictionary does not have the key.
+
+    Raises:
+        KeyError: it does.
+    """
+    if key in mapping:
+        raise KeyError(key)
+    return Fact(6, mapping, key, None)
+
+
 class Facts(Protocol):
     """Facts that are checked together."""
 
@@ -85,10 +101,25 @@ def _are_same(found: Collection[object], expected: tuple[object, ...]) -> bool:
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
+def _what_runs(name: str, value: object) -> object:
+    """An attribute of a class, if Python may run it where nobody names it; `...` for all others."""
+    is_special = name.startswith("__") and callable(value)
+    return value if is_special or hasattr(type(value), "__get__") else ...
+
+
+def _is_defined(kind: type, names: tuple[str, ...], expected: tuple[object, ...]) -> bool:
+    if kind.__mro__ is not expected[0] or not _are_same(vars(kind).keys(), names):
+        return False
+    found = zip(vars(kind).values(), expected[1:], strict=True)
+    return all(wanted is ... or value is wanted for value, wanted in found)
+
+
 _HOLDS: tuple[Callable[[Any, Any, Any], bool], ...] = (
     lambda subject, name, expected: getattr(subject, name) is expected,
     lambda container, key, expected: container[key] is expected,
     _returns,
     lambda sequence, _, expected: _are_same(sequence, expected),
     _has_contents,
+    _is_defined,
+    lambda mapping, key, _: key not in mapping,
 )

@@ -1,93 +1,292 @@
-"""What must stay for a call to run the functions that it ran when it was captured."""
+"""What decides which functions a captured call runs: code, classes, builtins, modules, and the environment."""
 
 from __future__ import annotations
 
+import abc
+import collections.abc
 import os
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from kitsune.capture.called import called_facts
-from kitsune.native.facts import Facts, PythonFacts
+from kitsune.errors import RefusedError
+from tests.kitsune.capture.changing import model, noticed
+from tests.kitsune.capture.test_frontend import guarded
+
+MODULE = "kitsune_test_module"
 
 
 class Base:
-    def method(self) -> int:
-        return 1
+    def method(self) -> float:
+        return 1.0
 
-    def inherited(self) -> int:
-        return 1
+    def inherited(self) -> float:
+        return 1.0
 
     @property
-    def value(self) -> int:
-        return 1
+    def value(self) -> float:
+        return 1.0
 
     @classmethod
-    def of_class(cls) -> int:
-        return 1
+    def of_class(cls) -> float:
+        return 1.0
 
     @staticmethod
-    def static() -> int:
-        return 1
+    def static() -> float:
+        return 1.0
 
 
-class Derived(Base):
-    def method(self) -> int:
-        return super().method() + 1
+def classes() -> Any:
+    """A class and its base, made anew, that change as they are changed."""
+    base: Any = type("Base", (Base,), dict(vars(Base)))
+    derived: Any = type("Derived", (base,), {"own": 2.0, "method": lambda self: base.method(self) + 1.0})
+    return base, derived
 
 
-def facts(function: Any, owner: type | None) -> Facts:
-    found = list(called_facts(function, owner))
-    assert found
-    return PythonFacts(found)
+def another(*_: Any) -> float:
+    return 5.0
 
 
-def another(*_: Any) -> int:
-    return 2
+def attempt(read: Callable[[], Any]) -> float:
+    try:
+        return float(read())
+    except (AttributeError, TypeError):
+        return 1.0
+
+
+DEFINITIONS: dict[str, tuple[Callable[[Any], float], Callable[[Any, Any], object]]] = {
+    "own method": (lambda it: it.method(), lambda base, kind: setattr(kind, "method", another)),
+    "method by super": (lambda it: it.method(), lambda base, kind: setattr(base, "method", another)),
+    "inherited method": (lambda it: it.inherited(), lambda base, kind: setattr(base, "inherited", another)),
+    "method that hides one": (lambda it: it.inherited(), lambda base, kind: setattr(kind, "inherited", another)),
+    "property": (lambda it: it.value, lambda base, kind: setattr(base, "value", property(another))),
+    "class method": (lambda it: it.of_class(), lambda base, kind: setattr(base, "of_class", classmethod(another))),
+    "static method": (lambda it: it.static(), lambda base, kind: setattr(base, "static", staticmethod(another))),
+    "property that hides": (lambda it: it.place, lambda base, kind: setattr(base, "place", property(another))),
+    "class attribute": (lambda it: it.own, lambda base, kind: setattr(kind, "own", 5.0)),
+    "class attribute that was missing": (
+        lambda it: attempt(lambda: type(it).late),
+        lambda base, kind: setattr(base, "late", 5.0),
+    ),
+    "default for a class": (
+        lambda it: getattr(type(it), "late", 1.0),
+        lambda base, kind: setattr(base, "late", 5.0),
+    ),
+    "dictionary of a class": (
+        lambda it: type(it).__dict__.get("late", 1.0),
+        lambda base, kind: setattr(kind, "late", 5.0),
+    ),
+    "truth": (lambda it: 2.0 if it else 1.0, lambda base, kind: setattr(base, "__bool__", lambda self: False)),
+    "length": (lambda it: 2.0 if it else 1.0, lambda base, kind: setattr(base, "__len__", lambda self: 0)),
+    "call": (lambda it: 2.0 if callable(it) else 1.0, lambda base, kind: setattr(base, "__call__", another)),
+    "equality": (
+        lambda it: 2.0 if it == it.other else 1.0,
+        lambda base, kind: setattr(base, "__eq__", lambda self, other: True),
+    ),
+    "number": (lambda it: attempt(lambda: float(it)), lambda base, kind: setattr(base, "__float__", another)),
+    "product": (lambda it: attempt(lambda: it * 2.0), lambda base, kind: setattr(base, "__mul__", another)),
+    "attributes": (
+        lambda it: getattr(it, "late", 1.0),
+        lambda base, kind: setattr(base, "__getattr__", lambda self, name: 5.0),
+    ),
+    "every attribute": (
+        lambda it: it.place,
+        lambda base, kind: setattr(base, "__getattribute__", lambda self, name: 5.0),
+    ),
+    "bases": (
+        lambda it: 2.0 if isinstance(it, Base) else 1.0,
+        lambda base, kind: setattr(kind, "__bases__", (type("Other", (), {}),)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DEFINITIONS)
+def test_a_class_is_defined_otherwise(what: str) -> None:
+    read, change = DEFINITIONS[what]
+
+    def build() -> Any:
+        base, kind = classes()
+        it = kind()
+        it.place, it.other = 1.0, kind()
+        return model(lambda self, x: x * read(it)), lambda: change(base, kind)
+
+    noticed(build)
+
+
+def test_a_method_of_the_model_is_defined_otherwise() -> None:
+    def build() -> Any:
+        made = model(lambda self, x: x * 2)
+        return made, lambda: setattr(type(made), "forward", lambda self, x: x * 3)
+
+    noticed(build)
+
+
+def test_data_of_a_class_that_is_not_read_may_change() -> None:
+    _, kind = classes()
+    it = kind()
+    call, runner = guarded(lambda x: x * it.method())
+    for number in range(3):
+        kind.own = float(number)
+        assert call(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(runner.graphs) == 3
+
+
+def test_a_class_with_a_metaclass_that_comes_to_answer() -> None:
+    def build() -> Any:
+        meta: Any = type("Meta", (type,), {})
+        kind = meta("Kind", (), {})
+        return (
+            lambda x: x * (2.0 if isinstance("", kind) else 1.0),
+            lambda: setattr(meta, "__instancecheck__", lambda kind, it: True),
+        )
+
+    noticed(build)
+
+
+def abstract(own: bool) -> Any:
+    kind: Any = abc.ABCMeta("Abstract", (), {}) if own else collections.abc.Sequence
+    subject = type("Subject", (), {})
+    return kind, subject
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the model's", "Python's"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda subject, kind: isinstance(subject(), kind),
+        lambda subject, kind: issubclass(subject, kind),
+        lambda subject, kind: isinstance(subject(), (int, kind)),
+    ],
+    ids=["isinstance", "issubclass", "one of several"],
+)
+def test_a_class_joins_an_abstract_one(own: bool, ask: Callable[[Any, Any], bool]) -> None:
+    def build() -> Any:
+        kind, subject = abstract(own)
+        return model(lambda self, x: x * (2.0 if ask(subject, kind) else 1.0)), lambda: kind.register(subject)
+
+    noticed(build)
+
+
+def test_a_class_joins_an_abstract_one_of_which_nobody_asks() -> None:
+    call, runner = guarded(lambda x: x * (2.0 if isinstance(x, (Tensor, int | float)) else 1.0))
+    for _ in range(3):
+        assert call(torch.ones(2)).tolist() == [2.0, 2.0]
+        collections.abc.Sequence.register(type("Subject", (), {}))
+    assert len(runner.graphs) == 3
+
+
+def of_a_function() -> Any:
+    def scale(x: Tensor) -> Tensor:
+        return x * 2
+
+    return lambda x: scale(x), scale
+
+
+def of_a_method() -> Any:
+    kind = type("Kind", (), {"scale": lambda self, x: x * 2})
+    it = kind()
+    return lambda x: it.scale(x), kind.scale
+
+
+def of_forward() -> Any:
+    made = model(lambda self, x: x * 2)
+    return made, type(made).forward
+
+
+@pytest.mark.parametrize("build", [of_a_function, of_a_method, of_forward])
+def test_a_function_gets_other_code(build: Callable[[], Any]) -> None:
+    """As reloading modules in place does."""
+
+    def built() -> Any:
+        function, changed = build()
+        instead = (lambda self, x: x * 5) if changed.__code__.co_argcount == 2 else (lambda x: x * 5)
+        return function, lambda: setattr(changed, "__code__", instead.__code__)
+
+    noticed(built)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    globals().pop("abs", None)
+    sys.modules.pop(MODULE, None)
+
+
+def shortest() -> float:
+    return float(abs(-2.0))
+
+
+def test_a_global_comes_to_hide_a_builtin() -> None:
+    def build() -> Any:
+        globals().pop("abs", None)
+        return lambda x: x * shortest(), lambda: globals().update(abs=lambda _: 5.0)
+
+    noticed(build)
+
+
+def install(k: float) -> None:
+    made = types.ModuleType(MODULE)
+    made.k = k  # type: ignore[attr-defined]
+    sys.modules[MODULE] = made
+
+
+def imported() -> float:
+    import kitsune_test_module as made
+
+    return float(made.k)
+
+
+def imported_from() -> float:
+    from kitsune_test_module import k
+
+    return float(k)
+
+
+@pytest.mark.parametrize("read", [imported, imported_from])
+def test_a_module_is_replaced(read: Callable[[], float]) -> None:
+    def build() -> Any:
+        install(2.0)
+        return lambda x: x * read(), lambda: install(5.0)
+
+    noticed(build)
+
+
+def test_a_function_of_a_module_that_was_replaced_before_is_refused() -> None:
+    """Dynamo would look for its globals in the other one."""
+    install(2.0)
+    exec("def read(): return k", vars(sys.modules[MODULE]))
+    read = sys.modules[MODULE].read
+    install(5.0)
+    call, _ = guarded(lambda x: x * read())
+    with pytest.raises(RefusedError, match=f"of a module '{MODULE}' that is not the one in sys.modules"):
+        call(torch.ones(2))
 
 
 @pytest.mark.parametrize(
-    ("function", "owner", "place", "name", "instead"),
+    "read",
     [
-        (Derived.method, Derived, Derived, "method", another),
-        (Base.method, Derived, Base, "method", another),
-        (Base.inherited, Derived, Base, "inherited", another),
-        (Base.inherited, Derived, Derived, "inherited", another),
-        (Base.value.fget, Base, Base, "value", property(another)),
-        (Base.of_class.__func__, Base, Base, "of_class", classmethod(another)),
-        (Base.static, None, Base, "static", staticmethod(another)),
+        lambda: float(os.environ.get("KITSUNE_TEST", "1")),
+        lambda: float(os.getenv("KITSUNE_TEST", "1")),
+        lambda: 2.0 if "KITSUNE_TEST" in os.environ else 1.0,
     ],
-    ids=["own", "by super", "inherited", "overridden later", "property", "class method", "static method"],
 )
-def test_another_method_is_noticed(
-    function: Callable[..., Any], owner: type | None, place: type, name: str, instead: object
-) -> None:
-    present = facts(function, owner)
-    assert present.hold()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, name, instead, raising=False)
-        assert not present.hold()
+def test_the_environment_is_noticed_where_it_is_read(read: Callable[[], float]) -> None:
+    def build() -> Any:
+        os.environ.pop("KITSUNE_TEST", None)
+        return lambda x: x * read(), lambda: os.environ.update(KITSUNE_TEST="5")
+
+    noticed(build)
+    del os.environ["KITSUNE_TEST"]
 
 
-def test_a_method_by_another_name() -> None:
-    class Renamed:
-        forward = Base.inherited
-
-    present = facts(Base.inherited, Renamed)
-    assert present.hold()
-    Renamed.forward = another  # type: ignore[assignment]
-    assert not present.hold()
-
-
-def test_what_is_no_method_depends_on_nothing_here() -> None:
-    assert list(called_facts(another, int)) == []
-    assert list(called_facts(another, None)) == []
-
-
-def test_the_environment_is_noticed_where_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_not_noticed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, runner = guarded(lambda x: x * 2)
+    call(torch.ones(2))
     monkeypatch.setenv("KITSUNE_TEST", "1")
-    present = facts(os._Environ.__getitem__, os._Environ)
-    assert present.hold()
-    monkeypatch.setenv("KITSUNE_TEST", "2")
-    assert not present.hold()
+    call(torch.ones(2))
+    assert len(runner.graphs) == 2

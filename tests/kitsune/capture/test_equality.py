@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kitsune.capture.equality import has_lookalikes, is_written_as
+from kitsune.errors import RefusedError
+from tests.kitsune.capture.changing import Holder, model, noticed
+from tests.kitsune.capture.test_frontend import guarded
 from tests.kitsune.training import Net, Training, adam, batch, compare
 
 SETTINGS: tuple[Any, ...] = (1, 0.0)
@@ -150,3 +155,50 @@ def test_a_set_that_has_changed_is_another() -> None:
 @pytest.mark.parametrize("constant", [1, 0.5, True, "name", ("both", None), None, torch.float32], ids=str)
 def test_others_need_no_more_than_their_type(constant: Any) -> None:
     assert not has_lookalikes(constant)
+
+
+class Real(float):
+    """A number of the model's own."""
+
+
+def sign(number: float) -> float:
+    return 2.0 + math.copysign(1.0, number)
+
+
+LOOKALIKES: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
+    "subclass of float": (Real(0.0), Real(-0.0), sign),
+    "key that is a zero": ({0.0: 1}, {-0.0: 1}, lambda it: sign(next(iter(it)))),
+    "key that is a tuple": ({(1, 0.0): 1}, {(1, -0.0): 1}, lambda it: sign(next(iter(it))[1])),
+    "order, written": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, lambda it: 2.0 if str(it).startswith("{'a'") else 1.0),
+    "order, greatest": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, lambda it: 2.0 if max(it, key=len) == "a" else 1.0),
+}
+
+
+@pytest.mark.parametrize("what", LOOKALIKES)
+def test_what_looks_alike_is_noticed(what: str) -> None:
+    before, after, read = LOOKALIKES[what]
+
+    def build() -> Any:
+        holder = Holder(it=before)
+        return model(lambda self, x: x * read(holder.it)), lambda: setattr(holder, "it", after)  # type: ignore[attr-defined]
+
+    noticed(build)
+
+
+@dataclass
+class Settings:
+    k: float
+
+
+def test_the_text_of_an_object() -> None:
+    def build() -> Any:
+        settings = Settings(1.0)
+        made = model(lambda self, x: x * (2.0 if "1.0" in str(settings) else 1.0))
+        return made, lambda: setattr(settings, "k", 5.0)
+
+    function, _ = build()
+    call, runner = guarded(lambda x: function(x))
+    with suppress(RefusedError):
+        call(torch.ones(2))
+    if runner.graphs:
+        noticed(build)

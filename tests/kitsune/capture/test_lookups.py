@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import collections
+import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kitsune.training import Net, Training, adam, compare
+from kitsune.errors import RefusedError
+from tests.kitsune.capture.changing import Holder, model, noticed
+from tests.kitsune.capture.test_frontend import guarded
+from tests.kitsune.training import FORMS, Net, Training, adam, compare
 
 FACTORS: dict[str, float] = {}
 
@@ -171,37 +176,186 @@ def test_objects_that_are_asked_for_none_may_be_others() -> None:
     assert compare("drop_in", build, steps=8, edit=edit).status().mode == "replay"
 
 
-@functools.lru_cache
-def kept() -> float:
-    return FACTORS["kept"]
+class Slots:
+    __slots__ = ("late",)
 
 
-@pytest.mark.support(
-    "Models", "functools.lru_cache around a function that reads what may change", "plain PyTorch, with a reason"
+class Property:
+    @property
+    def late(self) -> float:
+        return self.__dict__.get("_late", 1.0)
+
+
+class Descriptor:
+    def __get__(self, holder: Any, kind: Any = None) -> float:
+        return 2.0 if "_late" in holder.__dict__ else 1.0
+
+    def __set__(self, holder: Any, value: object) -> None:
+        raise AttributeError("late")
+
+
+class Described:
+    late = Descriptor()
+
+
+class Fallback:
+    def __getattr__(self, name: str) -> float:
+        return self.__dict__.get("_late", 1.0)
+
+
+OWN: dict[str, Callable[[Any], float]] = {
+    "get": lambda it: it.__dict__.get("late", 1.0),
+    "in": lambda it: 2.0 if "late" in it.__dict__ else 1.0,
+    "not in": lambda it: 2.0 if "late" not in it.__dict__ else 1.0,
+    "vars get": lambda it: vars(it).get("late", 1.0),
+    "vars in": lambda it: 2.0 if "late" in vars(it) else 1.0,
+    "number": lambda it: float(len(vars(it))),
+    "names": lambda it: 1.0 + len(vars(it).keys()),
+    "loop": lambda it: 1.0 + sum(1.0 for _ in vars(it)),
+    "items": lambda it: 1.0 + sum(1.0 for _ in vars(it).items()),
+    "values": lambda it: 1.0 + len(list(vars(it).values())),
+    "list": lambda it: 1.0 + len(list(vars(it))),
+    "copy": lambda it: 1.0 + len(vars(it).copy()),
+    "new dictionary": lambda it: 1.0 + len(dict(vars(it))),
+    "unpacked": lambda it: {"late": 1.0, **vars(it)}["late"],
+    "tried": lambda it: tried(lambda: vars(it)["late"]),
+}
+"""What is read of the `__dict__` of something."""
+
+
+@pytest.mark.parametrize("kind", [Thing, nn.Tanh], ids=["object", "module"])
+@pytest.mark.parametrize("what", OWN)
+def test_a_key_of_an_own_dictionary_comes_later(what: str, kind: type) -> None:
+    def build() -> Any:
+        it = kind()
+        return model(lambda self, x: x * OWN[what](it)), lambda: setattr(it, "late", 5.0)
+
+    noticed_or_refused(build)
+
+
+@pytest.mark.parametrize("what", ["get", "in", "not in", "vars get", "vars in"])
+def test_a_key_of_an_own_dictionary_goes(what: str) -> None:
+    def build() -> Any:
+        it: Any = Thing()
+        it.late = 5.0
+        return model(lambda self, x: x * OWN[what](it)), lambda: delattr(it, "late")
+
+    noticed_or_refused(build)
+
+
+@pytest.mark.parametrize("kind", [Property, Described, Fallback])
+def test_a_property_that_reads_an_own_dictionary(kind: Callable[[], Any]) -> None:
+    def build() -> Any:
+        it = kind()
+        return model(lambda self, x: x * it.late), lambda: vars(it).update(_late=5.0)
+
+    noticed(build)
+
+
+def test_a_key_that_the_call_itself_sets_is_no_other() -> None:
+    it: Any = Thing()
+
+    def function(x: Tensor) -> Tensor:
+        it.latest = 1.0
+        return x * (2.0 if "latest" in it.__dict__ else 1.0)
+
+    it.latest = 0.0
+    call, runner = guarded(function)
+    for _ in range(3):
+        assert call(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(runner.graphs) == 3
+
+
+def plain(kind: str) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "function": lambda: lambda x: x,
+        "Python module": lambda: types.ModuleType("made"),
+        "tensor": lambda: torch.ones(2),
+        "parameter": lambda: nn.Parameter(torch.ones(2)),
+        "slots": Slots,
+    }
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["function", "Python module", "tensor", "parameter", "slots"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda it: 2.0 if hasattr(it, "late") else 1.0,
+        lambda it: getattr(it, "late", 1.0),
+        lambda it: tried(lambda: it.late),
+    ],
+    ids=["hasattr", "default", "tried"],
 )
-def test_results_that_a_function_keeps_are_not_computed_anew() -> None:
+def test_an_attribute_of_something_else_comes_later(kind: str, read: Callable[[Any], float]) -> None:
+    def build() -> Any:
+        holder = Holder(it=plain(kind))
+        return (
+            model(lambda self, x: x * read(holder.it)),  # type: ignore[attr-defined]
+            lambda: setattr(holder.it, "late", 5.0),  # type: ignore[attr-defined]
+        )
+
+    noticed_or_refused(build)
+
+
+DICTIONARIES: dict[str, Callable[[], Any]] = {
+    "dictionary": dict,
+    "ordered": collections.OrderedDict,
+    "default": lambda: collections.defaultdict(float),
+    "counter": collections.Counter,
+    "chain": lambda: collections.ChainMap({}),
+    "subclass": lambda: type("Kind", (dict,), {})(),
+}
+
+KEYS: dict[str, Callable[[Any], float]] = {
+    "get": lambda it: it.get("late", 1.0),
+    "in": lambda it: 2.0 if "late" in it else 1.0,
+    "in names": lambda it: 2.0 if "late" in (names := it.keys()) and names else 1.0,
+    "truth": lambda it: 2.0 if it else 1.0,
+    "number": lambda it: 1.0 + len(it),
+    "loop": lambda it: 1.0 + sum(1.0 for _ in it),
+    "greatest": lambda it: 2.0 if max(it, default="") == "late" else 1.0,
+    "union": lambda it: 2.0 if "late" in set().union(it) else 1.0,
+    "text": lambda it: 2.0 if "late" in str(it) else 1.0,
+    "unpacked": lambda it: {"late": 1.0, **it}["late"],
+    "copied": lambda it: 1.0 + len(dict(it)),
+}
+
+
+@pytest.mark.parametrize("kind", DICTIONARIES)
+@pytest.mark.parametrize("what", KEYS)
+def test_a_key_of_a_dictionary_comes_later(what: str, kind: str) -> None:
+    def build() -> Any:
+        it = DICTIONARIES[kind]()
+        return model(lambda self, x: x * KEYS[what](it)), lambda: it.update(late=5)
+
+    noticed_or_refused(build)
+
+
+def noticed_or_refused(build: Any) -> None:
+    """As `noticed`; what Dynamo cannot trace runs as plain PyTorch, and is no matter of guards."""
+    function, _ = build()
+    call, runner = guarded(lambda x: function(x))
+    with suppress(RefusedError):
+        call(torch.ones(2))
+    if runner.graphs:
+        noticed(build)
+
+
+class Tuned(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.__dict__.get("late", 1.0)
+
+
+@pytest.mark.support("Models", "keys of `__dict__` that were missing, and come later", "replayed")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_of_the_dictionary_of_the_model(form: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        FACTORS["kept"] = 1.0
-        kept.cache_clear()
-        model = Reading(lambda _model: kept())
-        return model, adam(model)
+        made = Tuned()
+        return made, adam(made)
 
     def edit(training: Training, index: int) -> None:
-        if index == 5:
-            FACTORS["kept"] = 2.0
+        if index == 6:
+            training.model.late = 0.5  # type: ignore[assignment]
 
-    training = compare("drop_in", build, steps=8, edit=edit, replays=0)
-    assert "keeps results that depend on more than its arguments" in training.status().reason
-
-
-@functools.lru_cache
-def doubled(number: int) -> float:
-    return number * 2.0
-
-
-def test_results_that_depend_on_the_arguments_alone_are() -> None:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Reading(lambda _model: doubled(1))
-        return model, adam(model)
-
-    assert compare("drop_in", build).status().mode == "replay"
+    compare(form, build, steps=12, edit=edit, replays=7)
