@@ -37,7 +37,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import causal_masks, equality, lookups
+from kitsune.capture import causal_masks, equality, lookups, set_order, side_effects
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -361,6 +361,8 @@ def _strict_capture() -> Iterator[_Called]:
         ),
         equality.strict(),
         lookups.guarded(),
+        side_effects.written_or_refused(),
+        set_order.known_or_refused(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
