@@ -1,10 +1,10 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `called`, `causal_masks`, `equality`,
-`identity`, `kept_results`, `lookups` and `retention`. `torch.compile` with a backend of one's own is public. What is
-not: exceptions that tell the line that could not be captured, the switch that guards hooks, the switches that keep
-numbers drawn on the host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo
-takes a sequence for, the advice that it gives, and its marks on tensors.
+`identity`, `kept_results`, `lookups`, `retention`, `set_order` and `side_effects`. `torch.compile` with a backend of
+one's own is public. What is not: exceptions that tell the line that could not be captured, the switch that guards
+hooks, the switches that keep numbers drawn on the host from being frozen, the guards, that a call asks whether it is
+being compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import aliases, causal_masks, equality, identity, kept_results, lookups
+from kitsune.capture import aliases, causal_masks, equality, identity, kept_results, lookups, set_order, side_effects
 from kitsune.capture.called import Called, noting
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -361,6 +361,8 @@ def _strict_capture() -> Iterator[Called]:
         lookups.guarded(),
         aliases.guarded(),
         identity.guarded(),
+        side_effects.written_or_refused(),
+        set_order.known_or_refused(),
         causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),

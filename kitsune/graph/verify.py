@@ -27,6 +27,9 @@ _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.d
 # ATen, and Kitsune's own kernels.
 _NAMESPACES = ("aten", "kitsune", "kitsune_regions")
 
+# A tensor that lies elsewhere from then on: replays read and write where it lay when they were captured.
+_EXCHANGES = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}
+
 # Eager raises an exception that can be caught; on a GPU these would end the process's use of the device.
 _ASSERTIONS = {torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg}
 
@@ -90,6 +93,9 @@ def _refuse_operator(node: fx.Node) -> Refusal | None:
         return Refusal(f"{target} is not an ATen operator", place)
     if target.namespace not in _NAMESPACES:
         return Refusal(f"the custom operator {target} may do anything on the host", place)
+    if target.overloadpacket in _EXCHANGES:
+        remedy = "write into the memory that it has: weight.data.copy_(...)"
+        return Refusal("a tensor is given other memory in the call (as by assigning its .data)", place, remedy)
     if target in _ASSERTIONS:
         return Refusal("the step asserts something of its data", place)
     if target in _HOST_READS:

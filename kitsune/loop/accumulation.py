@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -21,6 +22,7 @@ class Accumulators:
         self._spec = spec
         self._calls = 0
         self._with_gradient: set[int] = set()
+        self._num_references: dict[int, int] = {}  # to the sums, when the first call of an update began
 
     def phase(self) -> Phase:
         """What the coming call is."""
@@ -54,6 +56,8 @@ class Accumulators:
 
         Parameters that were frozen since keep what they have.
         """
+        if self._calls == 0:
+            self._num_references = {key: sys.getrefcount(total) for key, total in self.sums.items()}
         for param in self._spec.owned():
             param.grad = self.sums[id(param)] if id(param) in self._with_gradient else None
 
@@ -76,9 +80,12 @@ class Accumulators:
         self._with_gradient = set(mark)
 
     def clear(self) -> None:
-        """Sets the sums to zero, after an update that ran eagerly."""
-        for total in self.sums.values():
-            total.zero_()
+        """Sets the sums to zero, after an update that ran eagerly. One that somebody has kept gives way to another."""
+        for key, total in self.sums.items():
+            if sys.getrefcount(total) > self._num_references.get(key, sys.maxsize):
+                self.sums[key] = torch.zeros_like(total)
+            else:
+                total.zero_()
 
 
 def _alike(total: torch.Tensor, param: torch.nn.Parameter) -> bool:

@@ -195,6 +195,9 @@ class GuardedStep(ABC):
     def _drop(self) -> None:
         """Gives up what was captured."""
 
+    def _begin_call(self) -> None:  # noqa: B027 - most have nothing to do
+        """Does what comes before a call that may be replayed, whose code may look at the outcome."""
+
     def _refuse_call(self) -> Refusal | None:
         """None if nothing stands in the way of replaying the present call."""
         return refuse_wrapper_hooks(self._wrappers) or refuse_surroundings()
@@ -217,6 +220,7 @@ class GuardedStep(ABC):
         if self._guarded is None:
             self._admitting().check(self)
             self._wrappers = wrappers_of(self.module)
+        self._begin_call()
         refusal = self._refuse_call()
         if refusal is None and self._guarded is None:
             refusal = self._refuse_capture()

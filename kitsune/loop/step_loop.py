@@ -242,14 +242,14 @@ class StepLoop:
         spec.optimizer.zero_grad(set_to_none=True)
         if phase != "whole":
             self._accumulators.attach()
-        num_checkpoints = _num_checkpoints()
+        num_checkpoints, addresses = _num_checkpoints(), _addresses(spec.params())
         loss = spec.loss(args, kwargs)
         if not self._is_reentrant and _num_checkpoints() > num_checkpoints:
             self._is_reentrant = None
         objective = loss / spec.accumulate if spec.accumulate > 1 else loss
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
-        self._go_back(objective)
+        self._go_back(objective, is_exchanged=_addresses(spec.params()) != addresses)
         if phase == "accumulate":
             self._accumulators.detach()
             return loss.detach()
@@ -261,8 +261,10 @@ class StepLoop:
             spec.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _go_back(self, objective: torch.Tensor) -> None:
+    def _go_back(self, objective: torch.Tensor, *, is_exchanged: bool) -> None:
         """Gives gradients to the optimizer's parameters only, which is more than reentrant checkpoints can do.
+
+        Where the call has given a parameter other memory (`is_exchanged`), autograd does not find it by itself either.
 
         All of it runs in this thread: cuDNN keeps the algorithms that it has searched for by thread, and a capture, in
         this one, needs the same.
@@ -271,7 +273,7 @@ class StepLoop:
         if self._is_reentrant is None:
             self._is_reentrant = _is_reentrant(objective)
         with torch.autograd.set_multithreading_enabled(False):
-            if self._is_reentrant:
+            if self._is_reentrant or is_exchanged:
                 with _unchanged_gradients(self._spec.others()):
                     objective.backward()
             elif params or not objective.requires_grad:  # without any autograd raises, as it does without Kitsune
@@ -294,6 +296,10 @@ class StepLoop:
         for param in self._spec.owned():
             if self._spec.keep_grads and param.grad is not None:
                 param.grad = param.grad.clone()
+
+
+def _addresses(params: Sequence[torch.nn.Parameter]) -> list[int]:
+    return [param.data_ptr() for param in params]
 
 
 @contextmanager

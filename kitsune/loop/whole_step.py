@@ -148,9 +148,13 @@ class WholeStep(GuardedStep):
             return None
         spans: list[Span] = []
         self._thread.spans = spans
+        grads = [(param, param.grad) for param in self._spec.owned()]
         try:
+            self._begin_call()
             self._guarded(args, kwargs)
         finally:
+            for param, grad in grads:
+                param.grad = grad
             del self._thread.spans
         return dataclasses.replace(plan, measured_spans=tuple(spans))
 
@@ -241,7 +245,11 @@ class WholeStep(GuardedStep):
         To be called for the loop's latest step only.
         """
         shortcut = self._shortcut
-        inputs = None if shortcut is None or self._is_reviewed() else shortcut.inputs(args, kwargs)
+        if shortcut is None or self._is_reviewed():
+            return None
+        if self._spec.keep_grads:
+            self._begin_call()
+        inputs = shortcut.inputs(args, kwargs)
         if inputs is None:
             return None
         try:
@@ -284,6 +292,15 @@ class WholeStep(GuardedStep):
             self._fusing = None
         self._shortcut = None
         self._trained = []
+
+    def _begin_call(self) -> None:
+        """Discards what is in `.grad`, as an eager step does: the model and the loss may look at it."""
+        if self._phase != "whole":
+            self._accumulators.attach()
+            return
+        for param in self._spec.owned():
+            if param.grad is not None:
+                param.grad = None
 
     def _refuse_call(self) -> Refusal | None:
         hooks = refuse_parameter_hooks(self._trained or self._spec.params()) or refuse_hooks(self._spec.optimizer)
