@@ -37,7 +37,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import causal_masks, equality, lookups
+from kitsune.capture import autograd_functions, causal_masks, equality, lookups, transforms
 from kitsune.capture.called import called_facts
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -366,6 +366,8 @@ def _strict_capture() -> Iterator[_Called]:
         mock.patch.object(WrapperUserFunctionVariable, "call_function", _refuse_kept_results()),
         mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
         mock.patch.object(InliningInstructionTranslator, "inline_call", _noting(called)),
+        autograd_functions.called_themselves(called),
+        transforms.requires_grad_asked(),
         mock.patch.object(dynamo_utils, "warn_once"),
         mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
     )
