@@ -26,7 +26,7 @@ _UNUSED = (
 
 def go_on_from_detours() -> None:
     """From now on, `torch.autograd.grad` goes on from pending tensors to what these are computed from."""
-    autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+    autograd._engine_run_backward = _run_backward  # type: ignore[assignment]
 
 
 def _run_backward(
