@@ -1,10 +1,11 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `causal_masks`, `equality` and `lookups`. `torch.compile`
-with a backend of one's own is public. What is not: exceptions that tell the line that could not be captured, the switch
-that guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, which functions a
-call runs, that it asks whether it is being compiled, which functions keep their results, what it takes a sequence for,
-the advice that Dynamo gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `autograd_functions`, `causal_masks`, `equality`,
+`function_looks`, `late_reads`, `lookups` and `transforms`. `torch.compile` with a backend of one's own is public. What
+is not: exceptions that tell the line that could not be captured, the switch that guards hooks, the switches that keep
+numbers drawn on the host from being frozen, the guards, which functions a call runs, that it asks whether it is being
+compiled, which functions keep their results, what it takes a sequence for, the advice that Dynamo gives, and its marks
+on tensors.
 """
 
 from __future__ import annotations

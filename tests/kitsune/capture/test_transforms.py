@@ -84,9 +84,7 @@ def transformed(transform: Transform, rule: Rule) -> Forward:
     return lambda parts, x: parts.last(transform(rule, parts, parts.first(x)))
 
 
-@pytest.mark.support(
-    "Gradients", "an `autograd.Function` within `torch.func`", "plain PyTorch, with a reason"
-)
+@pytest.mark.support("Gradients", "an `autograd.Function` within `torch.func`", "plain PyTorch, with a reason")
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("function", [Rounded, RoundedOverBatches])
 def test_functions_with_rules_of_their_own(name: str, function: Any) -> None:
