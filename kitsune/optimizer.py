@@ -33,7 +33,9 @@ class KitsuneOptimizer(torch.optim.Optimizer):
     their first call; from then on, where that is measured faster, their forward and backward passes
     and the optimizer's update are replayed from captured graphs. Everything that an optimizer
     offers (`param_groups`, `state`, `state_dict`, hooks, schedulers, gradient scalers) is that of
-    the wrapped one.
+    the wrapped one. Calls whose backward pass is differentiated (`create_graph`) run as plain PyTorch;
+    the first of these raises a `KitsuneError` if it comes after replays and the call cannot be
+    repeated (docs/limits.md).
 
     Args:
         optimizer: an optimizer class, or an optimizer.

@@ -39,7 +39,8 @@ class TrainStep:
 
     The first steps of each signature (shapes, dtypes, modes) run exactly so; then the step is
     captured as one graph of ATen operators and replayed, on CUDA as one CUDA graph, where that is
-    measured faster. Whatever cannot be captured runs as above; `status()` says why.
+    measured faster. Whatever cannot be captured runs as above, as steps do whose loss computes
+    gradients (`torch.autograd.grad`, `create_graph`); `status()` says why.
 
     Args:
         model: the module, with its parameters on one device.

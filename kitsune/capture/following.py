@@ -21,6 +21,9 @@ from kitsune.capture.layout import TensorLayout
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+GOING_ON = -1
+"""The key of the hook of a pending tensor that goes on to what it is computed from."""
+
 plainly = torch._C.DisableTorchFunctionSubclass
 """Inside, followed tensors are tensors like others."""
 
@@ -149,7 +152,7 @@ def pending(layout: TensorLayout, follower: Follower, place: int) -> PendingTens
     # What `register_hook` does takes as long as all of the above. It counts its hooks from 0 on.
     with plainly():
         result._backward_hooks = hooks = OrderedDict()
-    hooks[-1] = partial(_go_on, follower, place)
+    hooks[GOING_ON] = partial(_go_on, follower, place)
     return result
 
 
@@ -194,7 +197,8 @@ def _go_on(follower: Follower, place: int, gradient: Tensor) -> None:
 
     More may come by the ways that were, or from another one: all of them go through the same nodes.
     """
-    torch.autograd.backward(follower.value(place), gradient, retain_graph=True)
+    create_graph = torch.is_grad_enabled()  # as the backward pass does that has come here
+    torch.autograd.backward(follower.value(place), gradient, retain_graph=True, create_graph=create_graph)
 
 
 def _follower(arguments: tuple[Any, ...]) -> Follower | None:

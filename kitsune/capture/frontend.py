@@ -1,10 +1,11 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `aliases`, `called`, `causal_masks`, `equality`,
-`identity`, `kept_results`, `lookups`, `retention`, `set_order` and `side_effects`. `torch.compile` with a backend of
-one's own is public. What is not: exceptions that tell the line that could not be captured, the switch that guards
-hooks, the switches that keep numbers drawn on the host from being frozen, the guards, that a call asks whether it is
-being compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `aliases`, `autograd_functions`, `called`, `causal_masks`,
+`equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `retention`, `set_order`,
+`side_effects` and `transforms`. `torch.compile` with a backend of one's own is public. What is not: exceptions that
+tell the line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host
+from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the
+advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.misc import RandomVariable
 from torch.utils import _pytree as pytree
 
-from kitsune.capture import aliases, causal_masks, equality, identity, kept_results, lookups, set_order, side_effects
+from kitsune.capture import (
+    aliases,
+    autograd_functions,
+    causal_masks,
+    equality,
+    identity,
+    kept_results,
+    lookups,
+    set_order,
+    side_effects,
+    transforms,
+)
 from kitsune.capture.called import Called, noting
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.reads import reads_of
@@ -367,6 +379,7 @@ def _strict_capture() -> Iterator[Called]:
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
+        transforms.requires_grad_asked(),
         mock.patch.object(dynamo_utils, "warn_once"),
         mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
     )
@@ -375,6 +388,7 @@ def _strict_capture() -> Iterator[Called]:
             stack.enter_context(context)
         called = stack.enter_context(noting())
         stack.enter_context(kept_results.answered(called))
+        stack.enter_context(autograd_functions.called_themselves(called))
         yield called
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from kitsune.capture.applied_functions import going_back_from
 from kitsune.capture.autograd_graph import nodes_behind
 from kitsune.capture.buckets import boundaries
 from kitsune.capture.checkpoints import inline_checkpoints
 from kitsune.capture.cutting import Cut, Root, cut, run_in_stages
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
+from kitsune.capture.late_reads import LateReads, read_by
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart, TracedPart, dependence, partition
 from kitsune.capture.recomputing import recompute
@@ -55,6 +57,7 @@ class SplitProgram:
         is_rewritten: whether operators have been replaced since it was traced.
         repeatable: whether running the call again inside of autograd gives each part's gradients, and has no other
             effect: it draws no random numbers, writes to none of its inputs, and no output is computed from another.
+        late_reads: what the backward pass goes by beside.
     """
 
     joint: fx.GraphModule
@@ -64,6 +67,7 @@ class SplitProgram:
     tangents: tuple[TensorLayout, ...]
     autocast: torch.dtype | None
     repeatable: bool
+    late_reads: LateReads
     is_rewritten: bool = False
 
 
@@ -140,6 +144,7 @@ def _traced(
         tangents=tuple(layouts[root] for root in used),
         autocast=autocast,
         repeatable=repeatable,
+        late_reads=read_by(graph),
     )
 
 
@@ -168,7 +173,8 @@ def _go_back(
         places = [place for place, needs in enumerate([*trained, *earlier]) if needs]
         for group, keeps in reversed(_groups(roots, here)):
             heads, weights = [roots[index].tensor for index in group], [inputs[num_flat + index] for index in group]
-            found = gradients(heads, [leaves[place] for place in places], weights, autocast, may_be_sparse=True)
+            with going_back_from(weights):
+                found = gradients(heads, [leaves[place] for place in places], weights, autocast, may_be_sparse=True)
             grads = {place: grad for place, grad in zip(places, found, strict=True) if grad is not None}
             reached |= {place - num_flat for place in grads if place >= num_flat}
             sparse, coordinates = dict[int, SparseGradient](), list[torch.Tensor]()

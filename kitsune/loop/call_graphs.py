@@ -22,6 +22,7 @@ from kitsune.loop.deferring import Deferral, DeferredCall
 from kitsune.loop.following import SPENT, Following, Tail, Tails
 from kitsune.loop.recording import Recording
 from kitsune.loop.tail_step import TailStep
+from kitsune.native.build import facts_type
 
 
 class Listener(Protocol):
@@ -32,6 +33,9 @@ class Listener(Protocol):
 
     def note_autocast(self, dtype: torch.dtype | None) -> None:
         """One ran while autocast computed in `dtype`; None outside of it."""
+
+    def refuse_late_change(self) -> None:
+        """What one reads of Python's objects has changed since the call."""
 
 
 class CallGraphs:
@@ -74,6 +78,9 @@ class CallGraphs:
         self._step = weakref.ref(step)
         self.has_replayed_loss = False
         self.has_gone_back = False
+        late = program.late_reads
+        self._late = facts_type()(late.alone) if late.alone or late.shared else None
+        self._late_shared = facts_type()(late.shared)
         self._backwards = backwards
         self._outputs = [place for place, needs in enumerate(program.differentiable) if needs]  # of the first roots
         layouts = [TensorLayout.of(node.meta["val"]) for node in dataflow.outputs(program.forward.graph) if node]
@@ -213,6 +220,23 @@ class CallGraphs:
         if (step := self._step()) is not None:
             step.note_autocast(dtype)
         return False
+
+    def has_changed_since(self) -> bool:
+        """Whether what the backward pass reads of Python's objects is not what it was at the call.
+
+        Raises:
+            KitsuneError: it has, and the call cannot run again as it did.
+        """
+        if self._late is None or (self._late.hold() and self._late_shared.hold()):
+            return False
+        if (step := self._step()) is not None:
+            step.refuse_late_change()
+        if self.again is None or not self._late_shared.hold():
+            raise KitsuneError(
+                "what the backward pass of an autograd.Function of the model reads has changed since the model was "
+                "called; later calls of this model run eagerly, or use mode='eager' from the beginning"
+            )
+        return True
 
     def backward_again(
         self, part: BackwardPart, flat: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
@@ -363,6 +387,8 @@ class _Replay(torch.autograd.Function):
         is_again = torch.is_grad_enabled() or any(tangent is not None and _is_batched(tangent) for tangent in tangents)
         if is_again:
             graphs.refuse_backward()
+        elif graphs.has_changed_since():
+            is_again = True
         elif not graphs.suits_autocast(graphs.program.tangents[0].device.type):
             is_again = graphs.again is not None and not _were_edited(ctx.versions)
         if is_again:

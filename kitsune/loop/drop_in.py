@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Choice, Chooser, RefusalLog
 from kitsune.loop.alive import find_alive
 from kitsune.loop.cache import StepCache
+from kitsune.loop.first_call import watch_first_backward
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, TakenOver, call_module, others_of, own_parts
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
@@ -97,6 +98,7 @@ class DropInLoop:
         self._reduced: dict[int, Reduction] = {}  # of the modules of which a wrapper reduces the gradients
         self._taken: list[TakenOver] = []
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, self._budget, log)
+        self._differentiated: set[Hashable] = set()  # signatures whose backward pass was, before they had a step
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
         self._latest: SplitStep | None = None
         self._latest_updated = False
@@ -131,6 +133,9 @@ class DropInLoop:
             self._compiled[key] = _under_amp(_compiled_call(taken.compiled), kind, amp)
         if amp is not None and is_running:
             _run_this_call_under_amp(module, kind, amp, self._losses)
+        if is_running:
+            signature, differentiated = partial(_signature, inside, _device(self._optimizer)), self._differentiated
+            watch_first_backward(module, signature, differentiated.add)
 
     def _with_parts(self, refusal: Refusal, module: torch.nn.Module) -> Refusal:
         """A refusal of `module`, with the parts that may be named in its place, where others train the rest of it."""
@@ -190,12 +195,15 @@ class DropInLoop:
             self._log.add(RefusedError(mode, passing=True))
             self._begin_plainly(module)
             return eager(args, kwargs)
-        signature = (id(module), call_signature(args, kwargs, module, _device(self._optimizer)))
+        signature = _signature(module, _device(self._optimizer), args, kwargs)
         if self._config.mode == "auto" and self._steps.is_new(signature):
             self._num_new_calls += 1
             self._begin_plainly(module)
             return eager(args, kwargs)
         step = self._latest = self._steps.get(signature, args, kwargs, partial(self._make, module, call))
+        if signature in self._differentiated:
+            self._differentiated.remove(signature)
+            step.refuse_backward()
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -509,6 +517,12 @@ def _device(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _synchronize(optimizer: torch.optim.Optimizer) -> None:
     synchronize(_device(optimizer))
+
+
+def _signature(
+    module: torch.nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Hashable:
+    return id(module), call_signature(args, kwargs, module, device)
 
 
 def _module_call(module: torch.nn.Module) -> Call:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kitsune.capture.detours import go_on_from_detours
 from kitsune.capture.following import FollowedTensor, PendingTensor, followed, note_edit, pending, plainly, valued
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.operations import Operation, described
@@ -283,6 +284,7 @@ class Following:
         return self._values[place]
 
     def reveal(self) -> None:
+        go_on_from_detours()
         if self._call is not None:
             self._run_call()
             self._call.keep()

@@ -144,6 +144,12 @@ class SplitStep(GuardedStep):
         self._log.add(refusal)
         self.chooser.refuse(refusal)
 
+    def refuse_late_change(self) -> None:
+        """What the backward pass of a replayed call reads of Python's objects has changed since the call."""
+        refusal = Refusal("what the backward pass of an autograd.Function reads changes between call and backward()")
+        self._log.add(refusal)
+        self.chooser.refuse(refusal)
+
     @property
     def autocast(self) -> torch.dtype | None:
         """What autocast computes in during the loop's backward passes; None outside of it."""

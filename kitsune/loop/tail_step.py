@@ -106,6 +106,7 @@ class TailStep:
         self._program, self._forward, self._gradients = program, forward, gradients
         self._trained = dict(zip(program.parts[0].gradient_places, trained, strict=True))
         self._kind = program.tangents[0].device.type
+        self._late = facts_type()([*chain(*program.late_reads)])
         self._config, self._recorder, self._log, self._reduction = config, recorder, log, reduction
         self._recorded: dict[_Key, list[_Recorded]] = {}  # see `free_place`
         self._alone: set[_Key] = set()  # those of which no further recording is made
@@ -153,7 +154,7 @@ class TailStep:
                 self._log.add(RefusedError(refusal, passing=True))
                 return None
             is_frozen = False in [param.requires_grad for param in self._trained.values()]
-            if is_frozen or autocast_dtype(self._kind) is not None:
+            if is_frozen or autocast_dtype(self._kind) is not None or not self._late.hold():
                 return None
         if recorded is None:
             try:
@@ -233,6 +234,7 @@ class TailStep:
                 *parameter_hook_facts(all_trained),
                 *(attribute(param, "requires_grad") for param in all_trained),
                 result(torch.is_autocast_enabled, self._kind),
+                *chain(*self._program.late_reads),
             ]
         )
         kept = program.results[num_given:] if recording.executor.keeps_outputs else ()

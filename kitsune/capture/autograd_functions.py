@@ -1,0 +1,218 @@
+"""Functions with a backward pass of their own (`torch.autograd.Function`), as plain PyTorch runs them.
+
+Dynamo would make an operator of each call of one, from what it has seen of the function's methods. That differs from
+the function: all gradients are there, `ctx` is another object, nothing is saved, and where Dynamo sees no gradient, as
+within the transforms of `torch.func`, nothing is left of the function's own backward pass.
+
+Here Dynamo looks into the methods for what a replay has to know of: what they read is guarded, and what they change in
+Python is refused. The graph calls the function itself (`kitsune.capture.applied_functions`), and autograd does what it
+always does. Dynamo's variables, and how it looks into a function, are private.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._dynamo import exc
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting,
+    ValueMutationExisting,
+    VariableTracker,
+    is_side_effect_safe,
+)
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import Source
+from torch.autograd import Function, forward_ad
+
+from kitsune.capture.applied_functions import name_of
+from kitsune.capture.called import Called
+from kitsune.capture.function_looks import FunctionLook, Look, add_call, by_place
+from kitsune.capture.late_reads import late_reads, read_late
+
+_METHODS = ("forward", "setup_context", "backward", "vjp")
+
+_OF_CTX = frozenset(
+    {
+        *("save_for_backward", "save_for_forward", "mark_dirty", "mark_non_differentiable", "set_materialize_grads"),
+        *("saved_tensors", "needs_input_grad", "dirty_tensors"),
+    }
+)
+"""What Dynamo's `ctx` has in common with autograd's, beside the attributes that a function gives it."""
+
+_Original = Callable[..., Any]
+
+
+@contextmanager
+def called_themselves(called: Called) -> Iterator[None]:
+    """Within, Dynamo's graphs call autograd's functions themselves; what is run of them is noted in `called`."""
+    inspector = _Inspector(called)
+    patches: Sequence[tuple[Any, str, Callable[..., Any]]] = (
+        (AutogradFunctionVariable, "call_method", inspector.call_method),
+        (AutogradFunctionContextVariable, "var_getattr", inspector.read_ctx),
+        (SideEffects, "check_allowed_side_effect", inspector.change),
+        (SideEffects, "store_attr", inspector.store),
+        (SideEffects, "load_attr", inspector.read_changed),
+        (VariableBuilder, "__call__", inspector.build),
+        (TensorVariable, "_method_register_hook", inspector.register_hook),
+    )
+    with ExitStack() as stack:
+        for owner, name, method in patches:
+            stack.enter_context(mock.patch.object(owner, name, _instead(method, getattr(owner, name))))
+        noting = staticmethod(inspector.noting(VariableTracker.build))
+        stack.enter_context(mock.patch.object(VariableTracker, "build", noting))
+        yield
+
+
+def _instead(method: Callable[..., Any], original: _Original) -> Callable[..., Any]:
+    """`method`, called with `original`, bound to the object, the object, and the arguments."""
+
+    def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(functools.partial(original, owner), owner, *args, **kwargs)
+
+    return replaced
+
+
+class _Inspector:
+    """What Dynamo calls in place of its own methods, for which see `_instead`."""
+
+    def __init__(self, called: Called) -> None:
+        self._called = called
+        self._looks: list[Look] = []  # the innermost is the last
+        self._read_late: set[Source] = set()
+
+    def call_method(
+        self, original: _Original, variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if name != "apply":
+            return original(tx, name, args, kwargs)
+        function: type[Function] = variable.fn_cls
+        _refuse(tx, function)
+        args, kwargs = by_place(tx, function, *LazyVariableTracker.realize_all((list(args), dict(kwargs))))
+        look = FunctionLook(tx, function, _source_of(tx, variable), args, kwargs)
+        with self._looking(look):
+            look.at_forward(args, kwargs)
+            call = add_call(tx, function, args, kwargs, look.results)
+            if call.applied.differentiable:
+                look.at_backward(call.applied)
+        self._called.note_class(function)
+        for name in _METHODS:
+            method = getattr(function, name)
+            if isinstance(method, types.FunctionType):
+                self._called.note_function(method)
+        self._note_late(look, call.node, tx.output)
+        return call.returned
+
+    def register_hook(self, original: _Original, variable: Any, tx: Any, name: str, hook: Any) -> Any:
+        """A hook of a tensor that the call makes: Dynamo looks into it."""
+        look = Look("a hook of a tensor", late={})
+        with self._looking(look):
+            handle = original(tx, name, hook)
+        look.early = look.late or {}  # what it finds is part of the graph
+        if not variable.source:
+            self._note_late(look, variable.as_proxy().node, tx.output)
+        return handle
+
+    def _note_late(self, look: Look, node: fx.Node, output: Any) -> None:
+        late = look.late or {}
+        try:
+            read_late(node, late_reads(late, look.early, output))
+        except LookupError as error:
+            raise exc.Unsupported(
+                f"{look.name} reads in backward() what may be another object then: {error}"
+            ) from error
+        self._read_late.update(late)
+
+    @contextmanager
+    def _looking(self, look: Look) -> Iterator[None]:
+        self._looks.append(look)
+        try:
+            yield
+        finally:
+            self._looks.pop()
+
+    def read_ctx(self, original: _Original, ctx: Any, tx: Any, name: str) -> Any:
+        if name not in _OF_CTX and not tx.output.side_effects.has_pending_mutation_of_attr(ctx, name):
+            raise exc.Unsupported(f"an autograd.Function reads ctx.{name}")
+        return original(tx, name)
+
+    def change(self, original: _Original, _effects: SideEffects, item: Any) -> Any:
+        """A container is to be changed."""
+        self._refuse_change(item)
+        return original(item)
+
+    def _refuse_change(self, item: Any) -> None:
+        """Only what was made in the function may be changed, and `ctx` in the forward pass."""
+        if not self._looks or is_side_effect_safe(item.mutation_type):
+            return
+        if not any(look.may_change(item) for look in self._looks):
+            raise exc.Unsupported(f"{self._looks[-1].name} changes objects of Python, which replays would not")
+
+    def store(self, original: _Original, _effects: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """An attribute is to be set."""
+        self._refuse_change(item)
+        source = getattr(item, "source", None)
+        if source is not None and not self._read_late.isdisjoint((source, AttrSource(source, name))):
+            raise exc.Unsupported(
+                f"the backward pass of an autograd.Function reads {name}, which is set before it runs"
+            )
+        return original(item, name, *args, **kwargs)
+
+    def read_changed(
+        self, original: _Original, _effects: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The function would not find what the call has set before, when it runs while it is traced."""
+        if self._looks and isinstance(item.mutation_type, AttributeMutationExisting):
+            raise exc.Unsupported(f"{self._looks[-1].name} depends on {name}, which the same call has set before")
+        return original(item, name, *args, **kwargs)
+
+    def build(self, original: _Original, builder: Any, value: Any) -> Any:
+        self._note(builder.source)
+        return original(value)
+
+    def noting(self, original: _Original) -> Callable[..., Any]:
+        """`VariableTracker.build`, which belongs to no object."""
+
+        def build(tx: Any, value: Any, source: Source | None = None, *args: Any, **kwargs: Any) -> Any:
+            self._note(source)
+            return original(tx, value, source, *args, **kwargs)
+
+        return build
+
+    def _note(self, source: Source | None) -> None:
+        for look in self._looks:
+            if source is not None:
+                (look.early if look.late is None else look.late)[source] = None
+
+
+def _refuse(tx: Any, function: type[Function]) -> None:
+    name = name_of(function)
+    if torch._C._are_functorch_transforms_active():
+        raise exc.Unsupported(f"{name} is called within a transform of torch.func, where it has rules of its own")
+    if forward_ad._current_level >= 0:
+        raise exc.Unsupported(f"{name} is called in forward-mode differentiation, where it has a rule of its own")
+    if getattr(function.apply, "__func__", None) is not Function.apply.__func__:  # type: ignore[attr-defined]
+        raise exc.Unsupported(f"{name} has an apply() of its own")
+    kept = tx.output.side_effects.id_to_variable.values()
+    if any(isinstance(one.mutation_type, ValueMutationExisting) and one.mutation_type.is_modified for one in kept):
+        raise exc.Unsupported(f"{name} is called after the same call has changed a container, which it may look at")
+
+
+def _source_of(tx: Any, variable: Any) -> Source:
+    """Where the function comes from."""
+    function = variable.fn_cls
+    if variable.source is not None:
+        source: Source = variable.source
+        return source
+    raise exc.Unsupported(f"{name_of(function)} comes from nowhere that can be looked at again")

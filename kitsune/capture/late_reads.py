@@ -1,0 +1,77 @@
+"""What backward passes read of Python's objects, which may have changed since the call that they go back from.
+
+Dynamo's guards are asked before the call alone. Its sources, and the names by which they are looked up, are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._dynamo.guards import _get_closure_vars
+from torch._dynamo.source import LocalSource
+from torch._guards import ChainedSource, Source
+
+from kitsune.native.facts import Fact, result
+
+_MARK = "kitsune_late_reads"
+
+
+class LateReads(NamedTuple):
+    """What backward passes go by.
+
+    Attributes:
+        alone: facts about what nothing else has read.
+        shared: facts about what the forward pass of the same function has read, too.
+    """
+
+    alone: tuple[Fact, ...] = ()
+    shared: tuple[Fact, ...] = ()
+
+
+def late_reads(late: Iterable[Source], early: Collection[Source], output: Any) -> LateReads:
+    """That what is found at the sources `late` is what it is at present. Tensors are left out: graphs read those.
+
+    Args:
+        early: what the forward pass reads.
+        output: Dynamo's state of the call that it traces.
+
+    Raises:
+        LookupError: a source is an argument of the call, or belongs to one: it is another object at each call.
+    """
+    found = {source: fact for source in late if not isinstance((fact := _fact(source, output)).expected, torch.Tensor)}
+    return LateReads(
+        tuple(fact for source, fact in found.items() if source not in early),
+        tuple(fact for source, fact in found.items() if source in early),
+    )
+
+
+def _fact(source: Source, output: Any) -> Fact:
+    root: Any = source
+    while isinstance(root, ChainedSource):
+        root = root.base
+    namespace = {**_get_closure_vars(), "G": output.global_scope, "L": {}}
+    if isinstance(root, LocalSource):
+        namespace["L"] = {root.local_name: output.local_scope[root.local_name]}
+    name: str = source.name
+    fact = result(eval, compile(name, "<a backward pass>", "eval"), namespace)
+    code = output.root_tx.f_code
+    is_argument = isinstance(root, LocalSource) and root.local_name in code.co_varnames[: code.co_argcount]
+    if is_argument and not isinstance(fact.expected, torch.Tensor):
+        raise LookupError(name)
+    return fact
+
+
+def read_late(node: fx.Node, reads: LateReads) -> None:
+    """Notes down that the backward pass of `node` goes by `reads`."""
+    node.meta[_MARK] = reads
+
+
+def read_by(module: fx.GraphModule) -> LateReads:
+    """What the backward pass of `module` goes by."""
+    found = [node.meta[_MARK] for node in module.graph.nodes if _MARK in node.meta]
+    return LateReads(
+        tuple(fact for reads in found for fact in reads.alone), tuple(fact for reads in found for fact in reads.shared)
+    )
