@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable
 
@@ -22,7 +23,8 @@ class Accumulators:
         self._spec = spec
         self._calls = 0
         self._with_gradient: set[int] = set()
-        self._num_references: dict[int, int] = {}  # to the sums, when the first call of an update began
+        self._num_references: dict[int, tuple[int, int]] = {}  # to the sums, when the latest call began
+        self._kept: set[int] = set()  # the sums that somebody has kept since
 
     def phase(self) -> Phase:
         """What the coming call is."""
@@ -51,13 +53,21 @@ class Accumulators:
         """A replay has added gradients of `params` to the sums."""
         self._with_gradient.update(map(id, params))
 
+    def begin(self, phase: Phase) -> None:
+        """Leaves in `.grad` what an eager call finds there: the model and the loss may look at it."""
+        if phase != "whole":
+            self.attach()
+            return
+        for param in self._spec.owned():
+            if param.grad is not None:
+                param.grad = None
+
     def attach(self) -> None:
         """Lets autograd add to the sums: `.grad` becomes the sum, or None where there is none yet.
 
         Parameters that were frozen since keep what they have.
         """
-        if self._calls == 0:
-            self._num_references = {key: sys.getrefcount(total) for key, total in self.sums.items()}
+        self._num_references = {key: _num_references(total) for key, total in self.sums.items()}
         for param in self._spec.owned():
             param.grad = self.sums[id(param)] if id(param) in self._with_gradient else None
 
@@ -70,6 +80,7 @@ class Accumulators:
                 self.sums[id(param)].copy_(param.grad)
                 self._with_gradient.add(id(param))
             param.grad = None
+        self._note_kept()
 
     def mark(self) -> frozenset[int]:
         """Which sums hold gradients, to be told to `return_to`. (What they hold is for the caller to keep.)"""
@@ -80,12 +91,30 @@ class Accumulators:
         self._with_gradient = set(mark)
 
     def clear(self) -> None:
-        """Sets the sums to zero, after an update that ran eagerly. One that somebody has kept gives way to another."""
+        """Sets the sums to zero, after an update that ran eagerly. One that somebody has kept gives way to another.
+
+        They must not be in `.grad` any more.
+        """
+        self._note_kept()
         for key, total in self.sums.items():
-            if sys.getrefcount(total) > self._num_references.get(key, sys.maxsize):
+            if key in self._kept:
                 self.sums[key] = torch.zeros_like(total)
             else:
                 total.zero_()
+        self._kept.clear()
+
+    def _note_kept(self) -> None:
+        """Notes the sums that the call which has ended has left in other hands."""
+        for key, total in self.sums.items():
+            before = self._num_references.get(key)
+            if before is not None and any(map(operator.gt, _num_references(total), before)):
+                self._kept.add(key)
+
+
+def _num_references(tensor: torch.Tensor) -> tuple[int, int]:
+    """To the object, and to its memory: views have that alone."""
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)
 
 
 def _alike(total: torch.Tensor, param: torch.nn.Parameter) -> bool:

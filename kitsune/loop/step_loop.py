@@ -125,21 +125,17 @@ class StepLoop:
         Raises:
             KitsuneError: as `run`.
         """
-        with self._alone():
+        with self._alone(), self._same_gradients():
             phase = self._accumulators.phase()
             step = self._step_for(phase, args, kwargs)
             if step.chooser.refusal is not None:
                 return Verification(False, reason=str(step.chooser.refusal))
-            grads = [(param, param.grad) for param in self._spec.params()]
             try:
                 comparison = StepComparison(self._spec, self._accumulators, self._device)
                 with comparison.undone():
                     found = comparison.differences(step, args, kwargs, partial(self._eager, args, kwargs, phase))
             except RefusedError as error:
                 return Verification(False, reason=str(error.refusal))
-            finally:
-                for param, grad in grads:
-                    param.grad = grad
             self._steps.settle(step)
             return Verification(False, reason=str(step.declined)) if found is None else Verification(True, tuple(found))
 
@@ -151,6 +147,16 @@ class StepLoop:
             yield
         finally:
             self._is_idle.release()
+
+    @contextmanager
+    def _same_gradients(self) -> Iterator[None]:
+        """Afterwards, what was in `.grad` is there again."""
+        grads = [(param, param.grad) for param in self._spec.params()]
+        try:
+            yield
+        finally:
+            for param, grad in grads:
+                param.grad = grad
 
     def release(self) -> None:
         """Gives all graphs and their memory back."""
@@ -165,8 +171,11 @@ class StepLoop:
 
     def measured_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         """The plan by which the present step would be replayed, with times of its tasks; None where it runs eagerly."""
-        step = self._steps.find(self._key(self._accumulators.phase(), args, kwargs), args, kwargs)
-        return None if step is None else step.measured_plan(args, kwargs)
+        phase = self._accumulators.phase()
+        with self._same_gradients():
+            self._accumulators.begin(phase)
+            step = self._steps.find(self._key(phase, args, kwargs), args, kwargs)
+            return None if step is None else step.measured_plan(args, kwargs)
 
     def status(self) -> Status:
         latest = self._latest
@@ -211,6 +220,7 @@ class StepLoop:
         return comparison.loss
 
     def _step_for(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> WholeStep:
+        self._accumulators.begin(phase)
         return self._steps.get(self._key(phase, args, kwargs), args, kwargs, partial(self._make, phase))
 
     def _key(self, phase: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
@@ -256,9 +266,10 @@ class StepLoop:
         self._eager_update()
         if phase == "last":
             self._keep_copies()
-            self._accumulators.clear()
         if not spec.keep_grads:
             spec.optimizer.zero_grad(set_to_none=True)
+        if phase == "last":
+            self._accumulators.clear()
         return loss.detach()
 
     def _go_back(self, objective: torch.Tensor, *, is_exchanged: bool) -> None:

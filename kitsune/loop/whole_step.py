@@ -148,13 +148,9 @@ class WholeStep(GuardedStep):
             return None
         spans: list[Span] = []
         self._thread.spans = spans
-        grads = [(param, param.grad) for param in self._spec.owned()]
         try:
-            self._begin_call()
             self._guarded(args, kwargs)
         finally:
-            for param, grad in grads:
-                param.grad = grad
             del self._thread.spans
         return dataclasses.replace(plan, measured_spans=tuple(spans))
 
@@ -294,13 +290,7 @@ class WholeStep(GuardedStep):
         self._trained = []
 
     def _begin_call(self) -> None:
-        """Discards what is in `.grad`, as an eager step does: the model and the loss may look at it."""
-        if self._phase != "whole":
-            self._accumulators.attach()
-            return
-        for param in self._spec.owned():
-            if param.grad is not None:
-                param.grad = None
+        self._accumulators.begin(self._phase)
 
     def _refuse_call(self) -> Refusal | None:
         hooks = refuse_parameter_hooks(self._trained or self._spec.params()) or refuse_hooks(self._spec.optimizer)

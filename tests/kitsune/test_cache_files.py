@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import stat
 import threading
 import time
@@ -202,8 +201,7 @@ def specials(folder: Path) -> dict[str, Path]:
     paths["link"].symlink_to(folder / "target")
     paths["dangling link"].symlink_to(folder / "missing")
     paths["directory"].mkdir()
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(paths["socket"]))
+    os.mknod(paths["socket"], stat.S_IFSOCK | 0o600)
     paths["second name"].hardlink_to(folder / "target")
     if HAS_SECOND_USER:
         paths["device"] = folder / "device"

@@ -85,17 +85,12 @@ def test_the_training_goes_on_and_is_fused_then(form: str, compiling: Compiling)
     assert not any(fused for _, fused in modes[: SECOND + 1])
 
 
-@pytest.mark.parametrize(
-    ("way", "form"),
-    [(way, form) for way in ("delete", "change") for form in FORMS] + [("release", "train_step")],
-)
+@pytest.mark.parametrize(("way", "form"), [*(("delete", form) for form in FORMS), ("release", "train_step")])
 def test_what_is_given_up_is_not_compiled_any_more(way: str, form: str, compiling: Compiling) -> None:
+    """What was captured in another state is not given up: that may come back."""
     before = set(threading.enumerate())
     training = under_way(form)
-    if way == "change":
-        training.model.gain = 2.0
-        training.run(2, start=20)
-    elif way == "release":
+    if way == "release":
         assert training.train_step is not None
         training.train_step.release()
     else:

@@ -41,16 +41,17 @@ def test_the_median_of_them() -> None:
 
 
 def test_the_switches_are_this_threads() -> None:
-    """A thread that sleeps gives its processor away by itself."""
+    """A thread that sleeps gives its processor away by itself; others take it from one while it wakes, now and then."""
     seen: list[int] = []
 
     def sleep() -> None:
-        before = involuntary_switches()
-        time.sleep(0.01)
-        seen.append(involuntary_switches() - before)
+        for _ in range(20):
+            before = involuntary_switches()
+            time.sleep(0.002)
+            seen.append(involuntary_switches() - before)
 
     thread = threading.Thread(target=sleep)
     thread.start()
     thread.join()
-    assert seen[0] <= 1
+    assert min(seen) == 0
     assert involuntary_switches() >= 0

@@ -8,7 +8,7 @@ import logging
 import math
 import multiprocessing
 import os
-import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -531,8 +531,7 @@ def special(path: Path, kind: str) -> None:
     elif kind == "directory":
         path.mkdir()
     else:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.bind(str(path))
+        os.mknod(path, stat.S_IFSOCK | 0o600)
 
 
 def test_where_others_can_write_nothing_is_read_or_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

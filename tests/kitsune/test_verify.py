@@ -281,7 +281,7 @@ def test_what_it_takes() -> None:
     step = kitsune.TrainStep(model, functional.cross_entropy, optimizer)
     with pytest.raises(TypeError, match="leave optimizer out"):
         kitsune.verify(step, optimizer=kitsune.KitsuneOptimizer(optimizer))
-    with pytest.raises(TypeError, match="or a function with optimizer=<KitsuneOptimizer>; got 3 "):
+    with pytest.raises(TypeError, match="or a function with optimizer=<KitsuneOptimizer>; got an object of type int "):
         kitsune.verify(3, optimizer=kitsune.KitsuneOptimizer(optimizer))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="optimizer=<KitsuneOptimizer>"):
         kitsune.verify(lambda: None)

@@ -239,17 +239,29 @@ def test_what_a_call_changes_in_python_is_changed_by_every_call() -> None:
 
 
 def test_where_what_is_guarded_is_gone_no_call_fits_any_more() -> None:
-    """Dynamo knows classes by their addresses, where others may lie once they are dead."""
+    """Dynamo knows built-in methods by their addresses, where others may lie once they are dead."""
+    holder = SimpleNamespace(note=[1.0].append)
+    call, runner = guarded(lambda x: x if holder.note is None else x * 2)
+    for _ in range(3):
+        assert call(torch.ones(2)).tolist() == [2, 2]
+    holder.note = None
+    gc.collect()
+    holder.note = [1.0].append
+    with pytest.raises(RefusedError, match="has changed since the capture"):
+        call(torch.ones(2))
+    assert call.stale
+    assert len(runner.graphs) == 3
+
+
+def test_another_class_of_the_same_name_is_another_one() -> None:
     holder = SimpleNamespace(scale=type("Scale", (), {"value": 2.0})())
     call, runner = guarded(lambda x: x * holder.scale.value)
     for _ in range(3):
         assert call(torch.ones(2)).tolist() == [2, 2]
-    holder.scale = None
-    gc.collect()
-    holder.scale = type("Scale", (), {"value": 2.0})()
+    holder.scale = type("Scale", (), {"value": 3.0})()
     with pytest.raises(RefusedError, match="has changed since the capture"):
         call(torch.ones(2))
-    assert call.stale
+    assert call.misfits
     assert len(runner.graphs) == 3
 
 

@@ -8,9 +8,10 @@ import torch
 from tests.kitsune.capture.guarded_calls import GuardedCalls, batch
 from tests.kitsune.capture.test_side_effects import Effects, compare
 
+# Without spaces around `|`, which parts statements.
 KNOWN = [
-    "self.kept = sorted({30, 2} | {17})",
-    "self.kept = max({30, 2, 17}) + len({1, 30} | {2})",
+    "self.kept = sorted({30, 2}|{17})",
+    "self.kept = max({30, 2, 17}) + len({1, 30}|{2})",
     "self.kept = [any(v > 20 for v in (30, 2)), any({0, 30} - {0})]",
     "self.kept = [v for v in {30, 2, 17}]",
     "self.kept = list(c)",
@@ -21,10 +22,10 @@ KNOWN = [
 
 UNKNOWN = [
     "self.kept = list(set([30, 2, 17, 5]))",
-    "self.kept = list({1, 30} | {2, 17})",
+    "self.kept = list({1, 30}|{2, 17})",
     "s = set(); s.add(30); s.add(2); s.add(17); self.kept = tuple(s)",
     "self.kept = [v for v in frozenset([30, 2, 17, 5])]",
-    "self.kept = list(c | {9, 40})",
+    "self.kept = list(c|{9, 40})",
     "c.add(40); self.kept = [v for v in c]",
 ]
 

@@ -7,6 +7,8 @@ import heapq
 import itertools
 import linecache
 import re
+import sys
+import types
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -171,9 +173,11 @@ def _compiled(statements: Sequence[str]) -> Callable[[Any, Tensor], None]:
     text = "\n".join(lines)
     name = f"<effects {hash(text)}>"
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in lines], name)
-    namespace: dict[str, Any] = {**_NAMES, "__name__": __name__}
-    exec(compile(text, name, "exec"), namespace)
-    effects: Callable[[Any, Tensor], None] = namespace["effects"]
+    module = types.ModuleType(f"effects_{abs(hash(text))}")
+    vars(module).update(_NAMES)
+    sys.modules[module.__name__] = module  # where captures look for what is global in it
+    exec(compile(text, name, "exec"), vars(module))
+    effects: Callable[[Any, Tensor], None] = vars(module)["effects"]
     return effects
 
 

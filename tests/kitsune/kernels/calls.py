@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import kitsune.fusion.templates  # noqa: F401 - defines the operators
 from kitsune.kernels.batch_norm import num_counters
 from kitsune.kernels.images import FLOATS
 from kitsune.kernels.linear import ACTIVATIONS, OF_PREACTIVATION
