@@ -23,10 +23,13 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator, Instru
 from torch._dynamo.variables import BuiltinVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
 from kitsune.native.facts import Fact, absence, attribute, definition, item, result
 
 _IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
+
+_NUMPY = "the type of a number or an array of NumPy's is asked, which Dynamo takes for one another"
 
 
 class Called:
@@ -110,6 +113,7 @@ def noting() -> Iterator[Called]:
             InliningInstructionTranslator, "get_globals_source_and_value", _refusing_namespaces_of_others()
         ),
         mock.patch.object(BuiltinVariable, "call_function", _noting_questions(called)),
+        mock.patch.object(NumpyNdarrayVariable, "var_getattr", _refusing_classes_of_numpy()),
     )
     with ExitStack() as stack:
         for patch in patches:
@@ -121,6 +125,8 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
     wrap: Callable[..., Any] = VariableBuilder._wrap
 
     def noting_classes(builder: Any, value: Any) -> Any:
+        if isinstance(value, slice) and any(map(_is_numpy, (value.start, value.stop, value.step))):
+            raise exc.Unsupported(_NUMPY)
         called.note_class(value if isinstance(value, type) else type(value))
         return wrap(builder, value)
 
@@ -187,10 +193,34 @@ def _refusing_namespaces_of_others() -> Callable[..., Any]:
     return get_globals_source_and_value
 
 
+def _refusing_classes_of_numpy() -> Callable[..., Any]:
+    """What Dynamo calls for an attribute of a number or an array of NumPy's."""
+    read: Callable[..., Any] = NumpyNdarrayVariable.var_getattr
+
+    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+        if name == "__class__":
+            raise exc.Unsupported(_NUMPY)
+        return read(variable, tx, name)
+
+    return var_getattr
+
+
+def _is_of_numpy(variable: Any) -> bool:
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        return _is_numpy(variable.peek_value())
+    return isinstance(LazyVariableTracker.realize_all(variable), NumpyNdarrayVariable)
+
+
+def _is_numpy(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "numpy"
+
+
 def _noting_questions(called: Called) -> Callable[..., Any]:
     call: Callable[..., Any] = BuiltinVariable.call_function
 
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if variable.fn in (isinstance, type) and args and _is_of_numpy(args[0]):
+            raise exc.Unsupported(_NUMPY)
         if variable.fn in (isinstance, issubclass) and len(args) == 2:
             try:
                 called.note_question(args[1].as_python_constant())

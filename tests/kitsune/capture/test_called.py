@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -289,4 +290,43 @@ def test_the_environment_is_not_noticed_elsewhere(monkeypatch: pytest.MonkeyPatc
     call(torch.ones(2))
     monkeypatch.setenv("KITSUNE_TEST", "1")
     call(torch.ones(2))
+    assert len(runner.graphs) == 2
+
+
+NUMPY = [
+    "isinstance(self.number, np.floating)",
+    "isinstance(self.number, float)",
+    "type(self.number) is np.float64",
+    "self.number.__class__ is np.float64",
+    "isinstance(self.many[0], np.integer)",
+    "type(self.named['a']) is np.bool_",
+    "isinstance(self.array, np.ndarray)",
+    "type(self.part.start) is np.int64",
+]
+
+
+@pytest.mark.parametrize("question", NUMPY)
+def test_the_type_of_what_numpy_makes_is_not_asked_in_a_capture(question: str) -> None:
+    namespace: dict[str, Any] = {"np": numpy}
+    exec(f"def forward(self, x):\n    return x * (2.0 if {question} else 3.0)", namespace)
+    asking = model(
+        namespace["forward"],
+        number=numpy.float64(2.0),
+        many=(numpy.int64(1), 2),
+        named={"a": numpy.bool_(True)},
+        array=numpy.ones(2),
+        part=slice(numpy.int64(1), None),
+    )
+    call, _ = guarded(lambda x: asking(x))
+    with pytest.raises(RefusedError, match="the type of a number or an array of NumPy's is asked"):
+        call(torch.ones(2))
+
+
+def test_a_number_of_numpys_may_change_without_another_capture() -> None:
+    """The sign of a zero, too."""
+    scaled = model(lambda self, x: torch.copysign(x, x * self.number), number=numpy.float64(0.0))
+    call, runner = guarded(lambda x: scaled(x))
+    assert call(torch.ones(2)).tolist() == [1.0, 1.0]
+    scaled.number = numpy.float64(-0.0)
+    assert call(torch.ones(2)).tolist() == [-1.0, -1.0]
     assert len(runner.graphs) == 2
