@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -178,12 +179,10 @@ def _is_empty_slot(value: object, name: str) -> bool:
 
 def _install_contains(source: Any, key: object, is_there: bool) -> None:
     """Guards that a dictionary has a key, or does not have it."""
-    if is_there:
-        _install(source, GuardBuilder.DICT_CONTAINS, key=key)
-    elif hasattr(GuardBuilder, "DICT_NOT_CONTAINS"):
-        _install(source, GuardBuilder.DICT_NOT_CONTAINS, key=key)
-    else:  # before torch 2.13
-        _install(source, GuardBuilder.DICT_CONTAINS, key=key, invert=True)
+    if "invert" in inspect.signature(GuardBuilder.DICT_CONTAINS).parameters:  # before torch 2.13
+        _install(source, GuardBuilder.DICT_CONTAINS, key=key, invert=not is_there)
+    else:
+        _install(source, GuardBuilder.DICT_CONTAINS if is_there else GuardBuilder.DICT_NOT_CONTAINS, key=key)
 
 
 def _install(source: Any, guard: Callable[..., Any], **parameters: Any) -> None:
