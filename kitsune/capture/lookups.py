@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
