@@ -115,7 +115,9 @@ class _Inspector:
         return call.returned
 
     def register_hook(self, original: _Original, variable: Any, tx: Any, name: str, hook: Any) -> Any:
-        """A hook of a tensor that the call makes: Dynamo looks into it."""
+        """A hook of a tensor that the call makes: Dynamo looks into it, and runs it outside of a transform it is in."""
+        if torch._C._are_functorch_transforms_active():
+            raise exc.Unsupported("a hook is put on a tensor within a transform of torch.func")
         look = Look("a hook of a tensor", late={})
         with self._looking(look):
             handle = original(tx, name, hook)

@@ -2,9 +2,9 @@
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `autograd_functions`, `called`, `causal_masks`,
 `equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `retention`, `set_order`,
-`side_effects` and `transforms`. `torch.compile` with a backend of one's own is public. What is not: exceptions that
-tell the line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the host
-from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the
+`side_effects`, `transforms` and `truth`. `torch.compile` with a backend of one's own is public. What is not: exceptions
+that tell the line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the
+host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the
 advice that it gives, and its marks on tensors.
 """
 
@@ -46,6 +46,7 @@ from kitsune.capture import (
     set_order,
     side_effects,
     transforms,
+    truth,
 )
 from kitsune.capture.called import Called, noting
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
@@ -351,9 +352,11 @@ def _strict_capture() -> Iterator[Called]:
     deque that has a bound: Dynamo takes it for one without. What it yields is filled meanwhile.
 
     What is compiled tells no profiler of its own bytecode, which would cost a tenth of a small step on the host. What a
-    `DistributedDataParallel` calls is one graph, not one for each of its buckets. Dynamo's metrics are without its
-    settings, as torch 2.11 fails to write down the functions that are among them. Its advice to those who call
-    `torch.compile` is not for users who did not: what stands in the way is told as a refusal.
+    `DistributedDataParallel` calls is one graph, not one for each of its buckets. Guards are asked one by one, where
+    torch 2.11 would leave out those below a module whose dictionaries it finds as they were: cells of closures, and
+    what they hold, are not among these. Dynamo's metrics are without its settings, as torch 2.11 fails to write down
+    the functions that are among them. Its advice to those who call `torch.compile` is not for users who did not: what
+    stands in the way is told as a refusal.
 
     Raises:
         RefusedError: another thread is in the midst of a capture.
@@ -367,6 +370,7 @@ def _strict_capture() -> Iterator[Called]:
             specialize_float=True,
             record_runtime_overhead=False,
             optimize_ddp=False,
+            use_recursive_dict_tags_for_guards=False,
             ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
         ),
         equality.strict(),
@@ -375,6 +379,7 @@ def _strict_capture() -> Iterator[Called]:
         identity.guarded(),
         side_effects.written_or_refused(),
         set_order.known_or_refused(),
+        truth.known_or_refused(),
         causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),

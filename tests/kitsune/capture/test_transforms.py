@@ -119,18 +119,24 @@ RULES: dict[str, Rule] = {
     "detach, in place": lambda x: x.clone().add_((x.round() - x).detach()),
     "no_grad": without_gradient,
     "where": lambda x: torch.where(x > 0, x.sin(), x.detach() * 2),
-    "a hook": hooked,
     ".data": lambda x: x + (x.round() - x).data,
     "requires_grad is asked": lambda x: x.sin() * (2 if x.requires_grad else 3),
     "in place": lambda x: (x * 1).sin_().mul_(2),
 }
 
 
-@pytest.mark.support("Gradients", "transforms of `torch.func` with `detach`, `no_grad` and hooks", "replayed")
+@pytest.mark.support("Gradients", "transforms of `torch.func` with `detach` and `no_grad`", "replayed")
 @pytest.mark.parametrize("transform", ["grad", "vjp"])
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_that_torch_knows(transform: str, rule: str) -> None:
     alike("drop_in", built(transformed(TRANSFORMS[transform], RULES[rule])), steps=4)
+
+
+@pytest.mark.support("Gradients", "a hook of a tensor within `torch.func`", "plain PyTorch, with a reason")
+@pytest.mark.parametrize("transform", ["grad", "vjp"])
+def test_a_hook_within_a_transform(transform: str) -> None:
+    training = alike("drop_in", built(transformed(TRANSFORMS[transform], hooked)), steps=4, replays=0)
+    assert "a hook is put on a tensor within a transform of torch.func" in reasons(training)
 
 
 def test_gradients_of_a_functional_call() -> None:
