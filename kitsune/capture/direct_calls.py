@@ -13,6 +13,8 @@ from typing import Any
 
 from torch._dynamo import eval_frame
 
+from kitsune.capture.changes import Change, Names, of_guards
+from kitsune.capture.named_places import Scope
 from kitsune.capture.reads import reads_of
 from kitsune.native.facts import Fact, attribute
 
@@ -74,15 +76,34 @@ class DirectCall:
 
     def fits(self, args: tuple[Any, ...]) -> bool:
         """Whether all guards hold for a call with these arguments."""
-        if self.is_void or len(args) != len(self._names):
-            return False
+        variables = None if self.is_void else self._variables(args)
+        return variables is not None and bool(self._guards.check(variables))
+
+    def change(self, args: tuple[Any, ...], names: Names) -> Change | None:
+        """What has changed where a call with these arguments does not fit; None where that cannot be told.
+
+        Args:
+            names: of what is guarded.
+        """
+        if self.is_void:
+            return Change("what the model uses", "something that the model used no longer exists")
+        variables = self._variables(args)
+        if variables is None:
+            return None
+        scope = Scope(variables, self.run.__globals__)
+        return of_guards(self._guards.check_verbose(variables).verbose_code_parts, scope, names)
+
+    def _variables(self, args: tuple[Any, ...]) -> dict[str, Any] | None:
+        """What the guards must be told of a call; None if it is none of the function's."""
+        if len(args) != len(self._names):
+            return None
         local = dict(zip(self._names, args, strict=True))
         try:
             for name, cell in self._free:
                 local[name] = cell.cell_contents
         except ValueError:  # it is empty
-            return False
-        return bool(self._guards.check(local))
+            return None
+        return local
 
     def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
         """See `GuardedFunction.repetition`."""

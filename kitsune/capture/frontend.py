@@ -1,10 +1,11 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `autograd_functions`, `called`, `causal_masks`,
-`direct_calls`, `equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `retention`,
-`set_order`, `side_effects` and `transforms`. `torch.compile` with a backend of one's own is public. What is not: the
-switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards, that a call
-asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
+`changes`, `direct_calls`, `equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`,
+`retention`, `set_order`, `side_effects` and `transforms`. `torch.compile` with a backend of one's own is public. What
+is not: the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the guards,
+that a call asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks
+on tensors.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from kitsune.capture import (
     transforms,
 )
 from kitsune.capture.called import Called, noting
+from kitsune.capture.changes import Names, of_answers, of_facts
+from kitsune.capture.changes import noting as noting_names
 from kitsune.capture.direct_calls import DirectCall, Repetition
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
 from kitsune.capture.result_views import take_views
@@ -60,7 +63,8 @@ Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 _LIBRARIES = frozenset({"kitsune", "torch", "torchvision", "torchaudio", "transformers", "accelerate"})
 """What these compute does not depend on whether they are being compiled, though they ask."""
 
-_CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
+_HAS_CHANGED = "what the model's Python code depends on has changed"
+_CHANGED = Refusal(f"{_HAS_CHANGED} since the capture")
 
 
 class GuardedFunction:
@@ -97,6 +101,7 @@ class GuardedFunction:
         self._ends: fx.GraphModule | None = None  # see `take_views`
         self._called = facts_type()([])
         self._called_facts: tuple[Fact, ...] = ()
+        self._names: Names = {}  # of what is guarded
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
         self._compiled = torch.compile(
@@ -113,7 +118,7 @@ class GuardedFunction:
         self._thread.ran = False
         is_captured = self._graph is not None
         if is_captured and not self.fits(*args):
-            raise RefusedError(_CHANGED, passing=True)
+            raise RefusedError(self._changed(args), passing=True)
         try:
             if self._direct is not None:
                 result = self._direct.run(*args)
@@ -122,10 +127,10 @@ class GuardedFunction:
                     result = self._compiled(*args)
             else:
                 _refuse_marks(args)
-                with _strict_capture() as called, self._retention.noted():
+                with _strict_capture() as called, self._retention.noted(), noting_names() as names:
                     result = self._compiled(*args)
                 self._called_facts = tuple(called.facts())
-                self._called = facts_type()(self._called_facts)
+                self._called, self._names = facts_type()(self._called_facts), names
         except exc.TorchDynamoException as error:
             if is_captured:  # Dynamo tries again only after a guard has failed
                 self.misfits = self.stale = True
@@ -185,6 +190,16 @@ class GuardedFunction:
         if repetition is None:
             return None
         return replace(repetition, facts=(*repetition.facts, *self._called_facts))
+
+    def _changed(self, args: tuple[Any, ...]) -> Refusal:
+        """Why a call that has just been found not to fit does not."""
+        change = of_facts(self._called_facts)
+        if change is None and self._direct is not None:
+            fits = self._direct.fits(args)
+            change = of_answers(self._called_facts) if fits else self._direct.change(args, self._names)
+        if change is None:
+            return _CHANGED
+        return Refusal(f"{_HAS_CHANGED}: {change.text}", topic=f"{_HAS_CHANGED}: {change.what}")
 
     def _on_call(self, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
         self._thread.ran = True
