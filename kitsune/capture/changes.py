@@ -12,7 +12,8 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,11 +25,12 @@ from torch._dynamo.guards import CheckFunctionManager
 from kitsune.capture.called import environment
 from kitsune.capture.named_places import MISSING, UNREADABLE, Place, Scope, read_attribute, read_item
 from kitsune.capture.shown_values import class_name, cut, function_name, of_kind, shown
-from kitsune.native.facts import Fact, Kind, holds
+from kitsune.native.facts import Fact, Kind, PythonFacts
 
 _MISSING_WORD = "missing"
 _INDEXED = {"size": "shape[{}]", "stride": "stride()[{}]"}
 
+_NOT_TOLD = (LookupError, SyntaxError, ValueError, TypeError)  # of a text that is not as expected
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
@@ -69,12 +71,27 @@ def of_guards(parts: Sequence[str], scope: Scope, names: Names) -> Change | None
     return next((change for change in told if change is not None), None)
 
 
+def of_duplicates(sources: Iterable[str], scope: Scope) -> Change | None:
+    """Which of the tensors at these places, which were different ones, are one; None where none are."""
+    known: dict[int, Place] = {}
+    for source in sources:
+        try:
+            place = _place(scope, source)
+        except _NOT_TOLD:
+            continue
+        if isinstance(place.value, torch.Tensor) and id(place.value) in known:
+            what = f"{known[id(place.value)]} and {place}"
+            return Change(what, f"{what} are one tensor now")
+        known[id(place.value)] = place
+    return None
+
+
 def of_facts(facts: Sequence[Fact]) -> Change | None:
     """What has changed where one of `facts` does not hold; None where that is not told.
 
     The functions that are asked, which may be the user's, are not asked again.
     """
-    failed = next((fact for fact in facts if not _asks_user(fact) and not holds(fact)), None)
+    failed = next((fact for fact in facts if not _asks_user(fact) and not PythonFacts([fact]).hold()), None)
     return None if failed is None else _of_fact(failed)
 
 
@@ -161,7 +178,7 @@ def _of_guard(part: str, scope: Scope, names: Names) -> Change | None:
             continue
         try:
             return tell(scope, names, *found.groups())
-        except (LookupError, SyntaxError, ValueError, TypeError):  # not as expected
+        except _NOT_TOLD:
             return None
     return None
 
@@ -238,14 +255,9 @@ def _tell_modes(_scope: Scope, _names: Names) -> Change:
     return Change(what, f"{what} has changed (as by torch.set_default_device)")
 
 
-def _tell_duplicate(_scope: Scope, _names: Names) -> Change:
-    what = "which tensors are the same"
-    return Change(what, f"{what} has changed: one is found in two places")
-
-
 def _length(place: Place) -> Place:
     """Of a container, where it is."""
-    kinds: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset)
+    kinds: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, deque)
     kind = next((kind for kind in kinds if isinstance(place.value, kind)), None)
     value = UNREADABLE if kind is None else kind.__len__(place.value)
     return replace(place, value=value, kind=f"the length of {place.kind}")
@@ -323,10 +335,11 @@ def _of_pair(left: Place, operator: ast.cmpop, right: Place) -> Change | None:
     if left.value is UNREADABLE or right.value is UNREADABLE:
         return None
     is_one = left.value is right.value
-    if isinstance(operator, (ast.Eq, ast.NotEq)):
-        if not (isinstance(left.value, _METHODS) and isinstance(right.value, _METHODS)):
+    if isinstance(operator, (ast.Eq, ast.NotEq)):  # methods are made whenever they are read
+        are_methods = [isinstance(place.value, _METHODS) for place in (left, right)]
+        if not any(are_methods):
             return None
-        is_one = left.value == right.value
+        is_one = all(are_methods) and bool(left.value == right.value)
     if is_one == isinstance(operator, (ast.Is, ast.Eq)):
         return None  # this one holds
     what = f"{left} and {right}"
@@ -360,6 +373,5 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Tell], ...] = (
     (re.compile(r"(.+?) is written (.+)$"), _tell_written),
     (re.compile(r"GLOBAL_STATE changed: (.+)"), _tell_state),
     (re.compile(r"___check_torch_function_mode_stack\(\)"), _tell_modes),
-    (re.compile(r"Duplicate tensor found"), _tell_duplicate),
     (re.compile(r"(.+?)(?:\s+\(HINT: .*)?$"), _tell_expression),
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._dynamo import eval_frame
 
-from kitsune.capture.changes import Change, Names, of_guards
+from kitsune.capture.changes import Change, Names, of_duplicates, of_guards
 from kitsune.capture.named_places import Scope
 from kitsune.capture.reads import reads_of
 from kitsune.native.facts import Fact, attribute
@@ -91,7 +91,8 @@ class DirectCall:
         if variables is None:
             return None
         scope = Scope(variables, self.run.__globals__)
-        return of_guards(self._guards.check_verbose(variables).verbose_code_parts, scope, names)
+        parts = self._guards.check_verbose(variables).verbose_code_parts
+        return of_guards(parts, scope, names) or of_duplicates(self._guards.no_tensor_aliasing_sources, scope)
 
     def _variables(self, args: tuple[Any, ...]) -> dict[str, Any] | None:
         """What the guards must be told of a call; None if it is none of the function's."""

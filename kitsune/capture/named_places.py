@@ -7,10 +7,10 @@ one of another form has no name. To look runs no code of the user's: no property
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
 import types
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,8 +31,9 @@ _NAMES_OF_MODEL = ("module", "model")  # of variables of Kitsune's that hold it
 _ITEM = ("dict.__getitem__", "list.__getitem__", "___odict_getitem")
 _IMPORTED = "__import_"  # begins the names under which Dynamo has modules
 _KEPT = "kitsune_kept"  # see `kept_results`
-_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType)  # what reads a part of an object, in C
 _AS_FOUND = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_OF_NAMED_TUPLE: type = type(vars(collections.namedtuple("Named", ["field"]))["field"])
+_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, _OF_NAMED_TUPLE)  # read a part of an object, in C
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Scope:
 
     def _cell(self, function: ast.expr, number: ast.expr, field: str) -> Place:
         """The variable of a closure."""
-        owner, place = self.find(function).value, _constant(number)
+        owner, place = _function(self.find(function).value), _constant(number)
         if not isinstance(owner, types.FunctionType) or not isinstance(place, int) or field != "cell_contents":
             raise LookupError(ast.unparse(function))
         name = owner.__code__.co_freevars[place]
@@ -137,6 +138,8 @@ class Scope:
         return Place(name, value, "the variable ", f" of {function_name(owner)}()")
 
     def _item(self, base: ast.expr, index: ast.expr) -> Place:
+        if isinstance(base, ast.Call) and ast.unparse(base.func) == "dict":  # of a class
+            base = base.args[0]
         key = self._key(index)
         container = self.find(base)
         value = read_item(container.value, key)
@@ -144,7 +147,8 @@ class Scope:
             return replace(container, path=f"{container.path}[{shown(key)}]", value=value)
         owner = self.find(base.value)
         if base.attr in _DEFAULTS:
-            return Place(_parameter(owner.value, key), value, "the default of ", f" in {function_name(owner.value)}()")
+            function = _function(owner.value)
+            return Place(_parameter(function, key), value, "the default of ", f" in {function_name(function)}()")
         if isinstance(owner.value, type):
             return Place(f"{class_name(owner.value)}.{key}", value)
         return replace(owner, path=f"{owner.path}.{key}", value=value)
@@ -176,20 +180,42 @@ def read_attribute(owner: object, name: str) -> object:
         return UNREADABLE
     if isinstance(owner, types.ModuleType):
         return vars(owner).get(name, MISSING)
-    if isinstance(owner, type) and name == "__mro__":
-        return type.__dict__["__mro__"].__get__(owner)
+    if isinstance(owner, type):
+        return _read_of_class(owner, name)
+    if isinstance(owner, types.MethodType) and name not in ("__func__", "__self__"):
+        return read_attribute(owner.__func__, name)
     try:
         found = inspect.getattr_static(owner, name)
     except AttributeError:
         return _read_part(owner, name)
     if isinstance(found, _FIELDS):
         try:
-            return found.__get__(owner)
+            return found.__get__(owner)  # type: ignore[attr-defined]
         except (AttributeError, ValueError):  # an empty slot, an empty cell
             return MISSING
-    if isinstance(found, _AS_FOUND) or not any("__get__" in vars(kind) for kind in type(found).__mro__):
-        return found
-    return UNREADABLE
+    if isinstance(found, types.FunctionType) and read_item(read_attribute(owner, "__dict__"), name) is not found:
+        return types.MethodType(found, owner)
+    return found if _is_as_found(found) else UNREADABLE
+
+
+def _is_as_found(value: object) -> bool:
+    """Whether an attribute is what the dictionary of an object or of a class has for it."""
+    return isinstance(value, _AS_FOUND) or not any("__get__" in _names_of(kind) for kind in type(value).__mro__)
+
+
+def _read_of_class(kind: type, name: str) -> object:
+    if name == "__dict__":
+        return dict(_names_of(kind))
+    order: tuple[type, ...] = type.__dict__["__mro__"].__get__(kind)
+    if name == "__mro__":
+        return order
+    found = next((names[name] for names in map(_names_of, order) if name in names), MISSING)
+    return found if _is_as_found(found) else UNREADABLE
+
+
+def _names_of(kind: type) -> Mapping[str, object]:
+    names: Mapping[str, object] = type.__dict__["__dict__"].__get__(kind)
+    return names
 
 
 def _read_part(owner: object, name: str) -> object:
@@ -207,7 +233,7 @@ def read_item(container: object, key: object) -> object:
             return dict.get(container, key, MISSING)  # without `__missing__`
         except TypeError:  # a key that is not hashable
             return UNREADABLE
-    kinds: tuple[type[Any], ...] = (list, tuple, deque)
+    kinds: tuple[type[Any], ...] = (list, tuple, collections.deque)
     kind = next((kind for kind in kinds if isinstance(container, kind)), None)
     if kind is not None and isinstance(key, int):
         size = kind.__len__(container)
@@ -229,6 +255,11 @@ def _parameter(function: object, key: object) -> str:
     code = function.__code__
     first = code.co_argcount - len(function.__defaults__ or ())
     return code.co_varnames[first + key]
+
+
+def _function(value: object) -> object:
+    """What a method is of; all else itself."""
+    return value.__func__ if isinstance(value, types.MethodType) else value
 
 
 def _class_of(value: object) -> object:

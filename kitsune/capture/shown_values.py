@@ -26,7 +26,7 @@ def shown(value: object) -> str:
     if kind in _BY_VALUE:
         return cut(repr(value[: _MOST_CHARACTERS + 1] if isinstance(value, (str, bytes)) else value))
     if kind in _OF_TORCH:
-        return str(value)
+        return repr(value)
     if kind in _BRACKETS or kind is torch.Size:
         return _shown_sequence(value, _BRACKETS.get(kind, "()"))  # type: ignore[arg-type]
     if isinstance(value, enum.Enum):

@@ -97,15 +97,10 @@ class PythonFacts:
         self._facts = tuple(facts)
 
     def hold(self) -> bool:
-        return all(map(holds, self._facts))
-
-
-def holds(fact: Fact) -> bool:
-    """Whether a fact holds. One that raises an `Exception` does not."""
-    try:
-        return _HOLDS[fact.kind](fact.subject, fact.key, fact.expected)
-    except Exception:  # noqa: BLE001 - attributes and comparisons of the user's objects may raise anything
-        return False
+        try:
+            return all(_HOLDS[kind](subject, key, expected) for kind, subject, key, expected in self._facts)
+        except Exception:  # noqa: BLE001 - attributes and comparisons of the user's objects may raise anything
+            return False
 
 
 def _returns(function: Callable[..., object], args: tuple[object, ...], expected: object) -> bool:

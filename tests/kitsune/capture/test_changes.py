@@ -11,9 +11,9 @@ import os
 import sys
 import types
 from abc import ABC
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -53,12 +53,19 @@ class Plain:
     shared = 1.0
 
 
+class Pair(NamedTuple):
+    k: float = 1.0
+    other: float = 1.0
+
+
 class Slotted:
     __slots__ = ("k",)
 
 
 DEFAULT = Config()
-HELPERS = types.ModuleType("helpers_of_the_test")
+HELPERS: Any = types.ModuleType("helpers_of_the_test")
+sys.modules[HELPERS.__name__] = HELPERS
+exec("STEP = 1.0\ndef stepped(x):\n    return x * STEP", vars(HELPERS))
 
 
 def scaled(x: Tensor, by: float = 2.0, *, more: float = 1.0) -> Tensor:
@@ -106,6 +113,8 @@ class Net(nn.Module):
         self.config, self.plain, self.slotted = Config(), Plain(), Slotted()
         self.slotted.k = 1.0
         self.numbers, self.sizes, self.names = [1.0, 2.0], (1, 2), {"a", "b"}
+        self.pair, self.queue = Pair(), deque([1.0, 2.0])
+        self.register_buffer("other_mean", torch.ones(4))
         self.table, self.ordered = {"a": 1.0}, OrderedDict(a=1.0)
         self.act: Any = halved
         self.of_torch = torch.relu
@@ -125,6 +134,10 @@ def case(name: str, use: Use, change: Set, text: str) -> Any:
 
 def set_global(patch: pytest.MonkeyPatch, name: str, value: object) -> None:
     patch.setitem(globals(), name, value)
+
+
+def rename(names: OrderedDict[str, float]) -> None:
+    names["b"] = names.pop("a")
 
 
 def freeze(model: Any, _patch: pytest.MonkeyPatch) -> None:
@@ -260,7 +273,31 @@ CASES = [
         lambda m, _: m.names.discard("a"),
         "'a' in model.names was True, is False",
     ),
+    case(
+        "named tuple",
+        lambda m, x: x * m.pair.k,
+        lambda m, _: setattr(m, "pair", Pair(2.0)),
+        "model.pair.k was 1.0, is 2.0",
+    ),
+    case(
+        "deque",
+        lambda m, x: x * len(m.queue),
+        lambda m, _: m.queue.append(3.0),
+        "the length of model.queue was 2, is 3",
+    ),
+    case(
+        "order of keys",
+        lambda m, x: x * len(",".join(m.ordered)),
+        lambda m, _: rename(m.ordered),
+        "key 0 of model.ordered was 'a', is 'b'",
+    ),
     # variables
+    case(
+        "global of another module",
+        lambda m, x: HELPERS.stepped(x),
+        lambda _, p: p.setattr(HELPERS, "STEP", 2.0),
+        "the global STEP of module helpers_of_the_test was 1.0, is 2.0",
+    ),
     case(
         "global",
         lambda m, x: x * STEP,
@@ -303,6 +340,12 @@ CASES = [
         lambda _, p: p.setattr(Plain, "shared", 2.0),
         "Plain.shared was 1.0, is 2.0",
     ),
+    case(
+        "class attribute by the object",
+        lambda m, x: x * m.plain.shared,
+        lambda _, p: p.setattr(Plain, "shared", 2.0),
+        "Plain.shared was 1.0, is 2.0",
+    ),
     # which object it is
     case(
         "one",
@@ -317,7 +360,7 @@ CASES = [
         f"model.default and the global DEFAULT of module {HERE} are two objects now",
     ),
     case(
-        "no attribute of the class",
+        "none that is an object",
         lambda m, x: x if m.plain is m.config.other else -x,
         lambda m, _: setattr(m.config, "other", m.plain),
         "model.config.other was None, is a Plain",
@@ -385,6 +428,12 @@ CASES = [
         "what kept() keeps is not what it was",
     ),  # type: ignore[attr-defined]
     # tensors and modules
+    case(
+        "one tensor",
+        lambda m, x: x * m.mean * m.other_mean,
+        lambda m, _: setattr(m, "other_mean", m.mean),
+        "model.mean and model.other_mean are one tensor now",
+    ),
     case("frozen", lambda m, x: m.lin(x), freeze, "model.lin.weight.requires_grad was True, is False"),
     case(
         "shape",
