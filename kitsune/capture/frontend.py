@@ -293,6 +293,7 @@ def _strict_capture() -> Iterator[Called]:
             skip_nnmodule_hook_guards=False,
             trace_numpy=False,
             specialize_float=True,
+            skip_guards_on_constant_func_defaults=False,  # True before torch 2.13
             record_runtime_overhead=False,
             optimize_ddp=False,
             ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
