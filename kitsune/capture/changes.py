@@ -24,7 +24,7 @@ from torch._dynamo.guards import CheckFunctionManager
 
 from kitsune.capture.called import environment
 from kitsune.capture.named_places import MISSING, UNREADABLE, Place, Scope, read_attribute, read_item
-from kitsune.capture.shown_values import class_name, cut, function_name, of_kind, shown
+from kitsune.capture.shown_values import class_name, cut, function_name, is_a, of_kind, shown
 from kitsune.native.facts import Fact, Kind, PythonFacts
 
 _MISSING_WORD = "missing"
@@ -79,7 +79,7 @@ def of_duplicates(sources: Iterable[str], scope: Scope) -> Change | None:
             place = _place(scope, source)
         except _NOT_TOLD:
             continue
-        if isinstance(place.value, torch.Tensor) and id(place.value) in known:
+        if is_a(place.value, torch.Tensor) and id(place.value) in known:
             what = f"{known[id(place.value)]} and {place}"
             return Change(what, f"{what} are one tensor now")
         known[id(place.value)] = place
@@ -193,7 +193,7 @@ def _tell_type(scope: Scope, _names: Names, source: str, name: str) -> Change:
 
 def _tell_identity(scope: Scope, names: Names, source: str, number: str) -> Change:
     place = _place(scope, source)
-    if isinstance(place.value, types.CodeType) and place.kind.startswith("the code of "):
+    if is_a(place.value, types.CodeType) and place.kind.startswith("the code of "):
         return _tell_function(scope, source, names.get(int(number)))
     return _between(place, names.get(int(number)))
 
@@ -258,7 +258,7 @@ def _tell_modes(_scope: Scope, _names: Names) -> Change:
 def _length(place: Place) -> Place:
     """Of a container, where it is."""
     kinds: tuple[type[Any], ...] = (dict, list, tuple, set, frozenset, deque)
-    kind = next((kind for kind in kinds if isinstance(place.value, kind)), None)
+    kind = next((kind for kind in kinds if is_a(place.value, kind)), None)
     value = UNREADABLE if kind is None else kind.__len__(place.value)
     return replace(place, value=value, kind=f"the length of {place.kind}")
 
@@ -288,7 +288,7 @@ def _of_presence(scope: Scope, function: str, first: ast.expr, second: ast.expr,
     """Whether a container has a member, or an object an attribute."""
     if function == "set.__contains__":
         place, member = scope.find(first), shown(ast.literal_eval(second))
-        is_now = isinstance(place.value, (set, frozenset)) and ast.literal_eval(second) in place.value
+        is_now = is_a(place.value, set, frozenset) and ast.literal_eval(second) in place.value
         return _between(replace(place, kind=f"{member} in {place.kind}"), str(not is_now), str(is_now))
     if function == "hasattr":
         place = scope.find(ast.Call(func=ast.Name("getattr"), args=[first, second], keywords=[]))
@@ -298,7 +298,7 @@ def _of_presence(scope: Scope, function: str, first: ast.expr, second: ast.expr,
         return None
     if not is_there and isinstance(second, ast.Attribute) and second.attr == "__dict__":
         owner, name = scope.find(second.value), ast.literal_eval(first)
-        if not isinstance(owner.value, type) and any(name in vars(kind) for kind in type(owner.value).__mro__):
+        if not is_a(owner.value, type) and any(name in vars(kind) for kind in type(owner.value).__mro__):
             return _between(place, f"that of the class {class_name(type(owner.value))}")
     return _between(place, "there" if is_there else _MISSING_WORD)
 
@@ -314,9 +314,9 @@ def _of_comparison(scope: Scope, left: ast.expr, operator: ast.cmpop, right: ast
         case ast.Call(func=ast.Name("len"), args=[subject]):
             return _between(_length(scope.find(subject)), before)
         case ast.Call(func=ast.Name("list"), args=[ast.Call(args=[subject])]):
-            return _of_keys(scope.find(subject), before)
+            return _of_keys(scope.find(subject), ast.unparse(right))
         case ast.Call(func=ast.Name("repr"), args=[ast.Call(args=[ast.Call(args=[subject])])]):
-            return _of_keys(scope.find(subject), before)
+            return _of_keys(scope.find(subject), str(ast.literal_eval(right)))
         case ast.Call(func=ast.Name("int" | "float" | "str" | "complex" | "bytes" | "bool"), args=[subject]):
             return _between(scope.find(subject), before)
     if isinstance(operator, ast.IsNot):
@@ -324,10 +324,13 @@ def _of_comparison(scope: Scope, left: ast.expr, operator: ast.cmpop, right: ast
     return _between(scope.find(left), before)
 
 
-def _of_keys(place: Place, before: str) -> Change:
-    keys = [shown(key) for key in dict.keys(place.value)] if isinstance(place.value, dict) else None
+def _of_keys(place: Place, before: str) -> Change | None:
+    """The keys of a dictionary, which were written as `before`."""
+    now = f"[{', '.join(map(shown, dict.keys(place.value)))}]" if is_a(place.value, dict) else None
+    if now == before:
+        return None  # these are the same
     named = replace(place, value=UNREADABLE, kind=f"the keys of {place.kind}")
-    return _between(named, before, None if keys is None else cut(f"[{', '.join(keys)}]"))
+    return _between(named, cut(before), None if now is None else cut(now))
 
 
 def _of_pair(left: Place, operator: ast.cmpop, right: Place) -> Change | None:
@@ -336,7 +339,7 @@ def _of_pair(left: Place, operator: ast.cmpop, right: Place) -> Change | None:
         return None
     is_one = left.value is right.value
     if isinstance(operator, (ast.Eq, ast.NotEq)):  # methods are made whenever they are read
-        are_methods = [isinstance(place.value, _METHODS) for place in (left, right)]
+        are_methods = [is_a(place.value, *_METHODS) for place in (left, right)]
         if not any(are_methods):
             return None
         is_one = all(are_methods) and bool(left.value == right.value)

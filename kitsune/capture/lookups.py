@@ -2,8 +2,8 @@
 
 Where `__getattr__`, an `except`, `hasattr` or a default has the answer, Dynamo does not guard that an attribute of an
 object, a Python module, a function or a tensor goes on missing, nor what keys the `__dict__` of an object has. That
-classes get none, `called` sees. Nor does Dynamo guard, before
-torch 2.13, the constants that are read of a class itself. Its variables and its guard builder are private.
+classes get none, `called` sees. Nor does Dynamo guard, before torch 2.13, the constants that are read of a class
+itself. Its variables and its guard builder are private.
 """
 
 from __future__ import annotations

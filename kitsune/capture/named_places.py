@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kitsune.capture.shown_values import class_name, function_name, shown
+from kitsune.capture.shown_values import class_name, function_name, is_a, shown
 
 MISSING = object()
 """Stands for what is not there."""
@@ -111,16 +111,16 @@ class Scope:
             raise LookupError(space)
         if name.startswith(_KEPT):
             return Place("what a function keeps", value)
-        if name.startswith(_IMPORTED) and isinstance(value, types.ModuleType):
+        if name.startswith(_IMPORTED) and is_a(value, types.ModuleType):
             return Place(str(vars(value).get("__name__")), value, "the module ")
         return Place(name, value, "the global ", f" of module {self._names.get('__name__')}")
 
     def _attribute(self, base: ast.expr, name: str) -> Place:
         owner = self.find(base)
         value = read_attribute(owner.value, name)
-        if isinstance(owner.value, types.ModuleType):
+        if is_a(owner.value, types.ModuleType):
             return Place(name, value, "the global ", f" of module {vars(owner.value).get('__name__')}")
-        if isinstance(owner.value, type):
+        if is_a(owner.value, type):
             return Place(f"{class_name(owner.value)}.{name}", value)
         if name == "__code__":
             return replace(owner, kind=f"the code of {owner.kind}", value=value)
@@ -129,7 +129,7 @@ class Scope:
     def _cell(self, function: ast.expr, number: ast.expr, field: str) -> Place:
         """The variable of a closure."""
         owner, place = _function(self.find(function).value), _constant(number)
-        if not isinstance(owner, types.FunctionType) or not isinstance(place, int) or field != "cell_contents":
+        if not is_a(owner, types.FunctionType) or not isinstance(place, int) or field != "cell_contents":
             raise LookupError(ast.unparse(function))
         name = owner.__code__.co_freevars[place]
         value = read_attribute(read_item(owner.__closure__, place), field)
@@ -149,7 +149,7 @@ class Scope:
         if base.attr in _DEFAULTS:
             function = _function(owner.value)
             return Place(_parameter(function, key), value, "the default of ", f" in {function_name(function)}()")
-        if isinstance(owner.value, type):
+        if is_a(owner.value, type):
             return Place(f"{class_name(owner.value)}.{key}", value)
         return replace(owner, path=f"{owner.path}.{key}", value=value)
 
@@ -159,7 +159,7 @@ class Scope:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict.keys":
             kind, node = dict, node.args[0]
         container, number = self.find(node), _constant(index)
-        members = list(kind.__iter__(container.value)) if isinstance(container.value, kind) else []
+        members = list(kind.__iter__(container.value)) if is_a(container.value, kind) else []
         found = members[number] if isinstance(number, int) and 0 <= number < len(members) else MISSING
         word = "key" if kind is dict else "member"
         return replace(container, kind=f"{word} {number} of {container.kind}", value=found)
@@ -176,31 +176,31 @@ _ATTRIBUTE = ("getattr", "object.__getattribute__")
 
 def read_attribute(owner: object, name: str) -> object:
     """What an attribute is; `MISSING` or `UNREADABLE` where it is not there, or not known without running code."""
-    if owner is MISSING or owner is UNREADABLE or isinstance(owner, torch.Tensor):
+    if owner is MISSING or owner is UNREADABLE or is_a(owner, torch.Tensor):
         return UNREADABLE
-    if isinstance(owner, types.ModuleType):
+    if is_a(owner, types.ModuleType):
         return vars(owner).get(name, MISSING)
-    if isinstance(owner, type):
+    if is_a(owner, type):
         return _read_of_class(owner, name)
-    if isinstance(owner, types.MethodType) and name not in ("__func__", "__self__"):
+    if is_a(owner, types.MethodType) and name not in ("__func__", "__self__"):
         return read_attribute(owner.__func__, name)
     try:
         found = inspect.getattr_static(owner, name)
     except AttributeError:
         return _read_part(owner, name)
-    if isinstance(found, _FIELDS):
+    if is_a(found, *_FIELDS):
         try:
             return found.__get__(owner)  # type: ignore[attr-defined]
         except (AttributeError, ValueError):  # an empty slot, an empty cell
             return MISSING
-    if isinstance(found, types.FunctionType) and read_item(read_attribute(owner, "__dict__"), name) is not found:
+    if is_a(found, types.FunctionType) and read_item(read_attribute(owner, "__dict__"), name) is not found:
         return types.MethodType(found, owner)
     return found if _is_as_found(found) else UNREADABLE
 
 
 def _is_as_found(value: object) -> bool:
     """Whether an attribute is what the dictionary of an object or of a class has for it."""
-    return isinstance(value, _AS_FOUND) or not any("__get__" in _names_of(kind) for kind in type(value).__mro__)
+    return is_a(value, *_AS_FOUND) or not any("__get__" in _names_of(kind) for kind in type(value).__mro__)
 
 
 def _read_of_class(kind: type, name: str) -> object:
@@ -219,7 +219,7 @@ def _names_of(kind: type) -> Mapping[str, object]:
 
 
 def _read_part(owner: object, name: str) -> object:
-    for part in _PARTS if isinstance(owner, torch.nn.Module) else ():
+    for part in _PARTS if is_a(owner, torch.nn.Module) else ():
         found = read_item(read_attribute(owner, part), name)
         if found is not MISSING and found is not UNREADABLE:
             return found
@@ -228,13 +228,13 @@ def _read_part(owner: object, name: str) -> object:
 
 def read_item(container: object, key: object) -> object:
     """As `read_attribute`, of an item."""
-    if isinstance(container, dict):
+    if is_a(container, dict):
         try:
             return dict.get(container, key, MISSING)  # without `__missing__`
         except TypeError:  # a key that is not hashable
             return UNREADABLE
     kinds: tuple[type[Any], ...] = (list, tuple, collections.deque)
-    kind = next((kind for kind in kinds if isinstance(container, kind)), None)
+    kind = next((kind for kind in kinds if is_a(container, kind)), None)
     if kind is not None and isinstance(key, int):
         size = kind.__len__(container)
         return kind.__getitem__(container, key) if -size <= key < size else MISSING
@@ -243,14 +243,14 @@ def read_item(container: object, key: object) -> object:
 
 def _named_variable(name: str, value: object) -> Place:
     """A variable of the function that is captured, or of one of Kitsune's around it."""
-    if isinstance(value, torch.nn.Module):
+    if is_a(value, torch.nn.Module):
         return Place("model" if name in _NAMES_OF_MODEL else name, value)
     return Place(name, value, "the variable ")
 
 
 def _parameter(function: object, key: object) -> str:
     """The name of that which has the default `key` of a function."""
-    if not isinstance(function, types.FunctionType) or not isinstance(key, int):
+    if not is_a(function, types.FunctionType) or not isinstance(key, int):
         return str(key)
     code = function.__code__
     first = code.co_argcount - len(function.__defaults__ or ())
@@ -259,7 +259,7 @@ def _parameter(function: object, key: object) -> str:
 
 def _function(value: object) -> object:
     """What a method is of; all else itself."""
-    return value.__func__ if isinstance(value, types.MethodType) else value
+    return value.__func__ if is_a(value, types.MethodType) else value
 
 
 def _class_of(value: object) -> object:

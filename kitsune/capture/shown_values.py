@@ -6,6 +6,7 @@ import enum
 import inspect
 import types
 from collections.abc import Sequence
+from typing import TypeGuard, TypeVar
 
 import torch
 
@@ -15,7 +16,14 @@ _MOST_BITS = 128
 
 _BY_VALUE = (int, float, complex, bool, str, bytes, type(None), type(...))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_T = TypeVar("_T")
+
 _BRACKETS: dict[type, str] = {tuple: "()", list: "[]"}
+
+
+def is_a(value: object, *kinds: type[_T]) -> TypeGuard[_T]:
+    """As `isinstance`, which asks a `__class__` that the user has written."""
+    return issubclass(type(value), kinds)
 
 
 def shown(value: object) -> str:
@@ -24,22 +32,22 @@ def shown(value: object) -> str:
     if kind is int and int.bit_length(value) > _MOST_BITS:  # type: ignore[arg-type]
         return "a large int"
     if kind in _BY_VALUE:
-        return cut(repr(value[: _MOST_CHARACTERS + 1] if isinstance(value, (str, bytes)) else value))
+        return cut(repr(value[: _MOST_CHARACTERS + 1] if kind in (str, bytes) else value))  # type: ignore[index]
     if kind in _OF_TORCH:
         return repr(value)
     if kind in _BRACKETS or kind is torch.Size:
         return _shown_sequence(value, _BRACKETS.get(kind, "()"))  # type: ignore[arg-type]
-    if isinstance(value, enum.Enum):
+    if is_a(value, enum.Enum):
         return f"{class_name(kind)}.{inspect.getattr_static(value, '_name_', '?')}"
-    if isinstance(value, type):
+    if is_a(value, type):
         return f"the class {class_name(value)}"
-    if isinstance(value, types.ModuleType):
+    if is_a(value, types.ModuleType):
         return f"the module {vars(value).get('__name__')}"
-    if isinstance(value, types.MethodType):
+    if is_a(value, types.MethodType):
         return f"the method {function_name(value.__func__)}"
-    if isinstance(value, types.CodeType):
+    if is_a(value, types.CodeType):
         return f"that of {_short(value.co_name)}()"
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+    if is_a(value, types.FunctionType, types.BuiltinFunctionType):
         return f"the function {function_name(value)}"
     return of_kind(class_name(kind))
 
@@ -56,9 +64,9 @@ def class_name(kind: type) -> str:
 
 def function_name(function: object) -> str:
     """The same of a function, or of what stands for one."""
-    if isinstance(function, types.FunctionType):
+    if is_a(function, types.FunctionType):
         return _short(function.__qualname__)
-    if isinstance(function, types.BuiltinFunctionType):
+    if is_a(function, types.BuiltinFunctionType):
         return function.__name__
     name = inspect.getattr_static(function, "__name__", None)
     return name if type(name) is str else of_kind(class_name(type(function)))

@@ -539,8 +539,7 @@ def test_what_cannot_be_told_is_a_change_all_the_same(monkeypatch: pytest.Monkey
 class Peculiar:
     """Whose every method is the user's code, which is not to run for a message."""
 
-    def __init__(self) -> None:
-        self.own = 1.0
+    own = 1.0
 
     @property
     def computed(self) -> float:
@@ -550,6 +549,9 @@ class Peculiar:
         raise AssertionError
 
     def __repr__(self) -> str:
+        raise AssertionError
+
+    def __getattribute__(self, name: str) -> Any:
         raise AssertionError
 
     __str__ = __len__ = __eq__ = __hash__ = __bool__ = __repr__  # type: ignore[assignment]
