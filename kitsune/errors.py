@@ -13,11 +13,13 @@ class Refusal:
         reason: what stands in the way, in one sentence.
         culprit: the source line or the operator that caused it, where one is known.
         remedy: what the user can do about it, where something can be done.
+        topic: what others have in common with it that are told once, with the first of them; itself if None.
     """
 
     reason: str
     culprit: str | None = None
     remedy: str | None = None
+    topic: str | None = None
 
     def __str__(self) -> str:
         text = self.reason

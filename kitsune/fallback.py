@@ -292,7 +292,7 @@ class RefusalLog:
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
-        self._seen: dict[str, int] = {}  # and how loud each was told
+        self._seen: dict[str, tuple[str, int]] = {}  # by topic: the text, and how loud it was told
 
     def part(self, name: str) -> RefusalLog:
         """The same log for a part of what it is about: what is logged is said of that part alone."""
@@ -317,9 +317,11 @@ class RefusalLog:
 
     def _note(self, level: int, message: str, refusal: Refusal | RefusedError) -> None:
         text = str(refusal)
-        if level > self._seen.get(text, logging.NOTSET):
-            self._seen[text] = level
+        told = refusal.refusal if isinstance(refusal, RefusedError) else refusal
+        topic = told.topic or text
+        if topic not in self._seen or level > self._seen[topic][1]:
+            self._seen[topic] = text, level
             _log.log(level, message, self._subject, text)
 
     def reasons(self) -> tuple[str, ...]:
-        return tuple(self._seen)
+        return tuple(text for text, _ in self._seen.values())

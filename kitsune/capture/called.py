@@ -92,11 +92,11 @@ class Called:
         if self._asks_abstract_classes:
             yield result(abc.get_cache_token)
         if os._Environ in self._classes:
-            yield result(_environment)
+            yield result(environment)
 
 
-def _environment() -> tuple[tuple[Any, Any], ...]:
-    """All of it, to be compared by value: captures set some of it anew, to what it is."""
+def environment() -> tuple[tuple[Any, Any], ...]:
+    """All of the process's, to be compared by value: captures set some of it anew, to what it is."""
     return tuple(os.environ._data.items())  # type: ignore[attr-defined]  # nothing public shows it in microseconds
 
 

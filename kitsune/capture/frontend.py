@@ -1,19 +1,16 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `autograd_functions`, `called`, `causal_masks`,
-`equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `retention`, `set_order`,
-`side_effects`, `transforms` and `truth`. `torch.compile` with a backend of one's own is public. What is not: exceptions
-that tell the line that could not be captured, the switch that guards hooks, the switches that keep numbers drawn on the
-host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the
-advice that it gives, and its marks on tensors.
+`changes`, `direct_calls`, `equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`,
+`retention`, `set_order`, `side_effects`, `transforms` and `truth`. `torch.compile` with a backend of one's own is
+public. What is not: the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen,
+the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives,
+and its marks on tensors.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
-import re
 import threading
 import types
 import warnings
@@ -22,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, cast
 from unittest import mock
 
@@ -49,46 +46,26 @@ from kitsune.capture import (
     truth,
 )
 from kitsune.capture.called import Called, noting
+from kitsune.capture.changes import Names, of_answers, of_facts
+from kitsune.capture.changes import noting as noting_names
+from kitsune.capture.direct_calls import DirectCall, Repetition
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
-from kitsune.capture.reads import reads_of
 from kitsune.capture.result_views import take_views
 from kitsune.capture.retention import Retention
 from kitsune.capture.signature import MARKED
 from kitsune.capture.sole import sole_capture
-from kitsune.errors import KitsuneError, Refusal, RefusedError, first_line
+from kitsune.capture.uncaptured_calls import refusal_of
+from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
-
-_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep  # where it has its own forms of Python's functions
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_KITSUNE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 Run = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 
 _LIBRARIES = frozenset({"kitsune", "torch", "torchvision", "torchaudio", "transformers", "accelerate"})
 """What these compute does not depend on whether they are being compiled, though they ask."""
 
-_CHANGED = Refusal("what the model's Python code depends on has changed since the capture")
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """When a function of `args` and `kwargs` would only run its graph again, and on what.
-
-    Attributes:
-        facts: must hold, before the guards are asked.
-        guards: Dynamo's, about the function's variables by name; they hold if it returns True.
-        variables: what the guards must be told beside the arguments.
-        names: the variables of the two arguments.
-        sources: see `Reads`.
-    """
-
-    facts: tuple[Fact, ...]
-    guards: Callable[[dict[str, Any]], bool]
-    variables: dict[str, Any]
-    names: tuple[str, str]
-    sources: tuple[object, ...]
+_HAS_CHANGED = "what the model's Python code depends on has changed"
+_CHANGED = Refusal(f"{_HAS_CHANGED} since the capture")
 
 
 class GuardedFunction:
@@ -119,12 +96,13 @@ class GuardedFunction:
         )
         self.misfits = self.stale = False
         self._function, self._retention = own, Retention(self, own.__code__)
-        self._direct: _Direct | None = None
+        self._direct: DirectCall | None = None
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
         self._ends: fx.GraphModule | None = None  # see `take_views`
         self._called = facts_type()([])
         self._called_facts: tuple[Fact, ...] = ()
+        self._names: Names = {}  # of what is guarded
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
         self._compiled = torch.compile(
@@ -141,7 +119,7 @@ class GuardedFunction:
         self._thread.ran = False
         is_captured = self._graph is not None
         if is_captured and not self.fits(*args):
-            raise RefusedError(_CHANGED, passing=True)
+            raise RefusedError(self._changed(args), passing=True)
         try:
             if self._direct is not None:
                 result = self._direct.run(*args)
@@ -150,17 +128,17 @@ class GuardedFunction:
                     result = self._compiled(*args)
             else:
                 _refuse_marks(args)
-                with _strict_capture() as called, self._retention.noted():
+                with _strict_capture() as called, self._retention.noted(), noting_names() as names:
                     result = self._compiled(*args)
                 self._called_facts = tuple(called.facts())
-                self._called = facts_type()(self._called_facts)
+                self._called, self._names = facts_type()(self._called_facts), names
         except exc.TorchDynamoException as error:
             if is_captured:  # Dynamo tries again only after a guard has failed
                 self.misfits = self.stale = True
                 raise RefusedError(_CHANGED, passing=True) from error
             # Dynamo looks at what other threads may change meanwhile, such as the hooks of all modules.
             passing = isinstance(error, exc.InternalTorchDynamoError) and threading.active_count() > 1
-            raise RefusedError(_refusal(error), passing=passing) from error
+            raise RefusedError(refusal_of(error), passing=passing) from error
         except RefusedError:
             raise
         except Exception as error:
@@ -168,7 +146,7 @@ class GuardedFunction:
                 raise
             # Dynamo passes on some of torch's, as of lengths that depend on data, and assertions of its own, as of a
             # guard that fails when it is asked for the first time.
-            raise RefusedError(_refusal(error), passing=isinstance(error, AssertionError)) from error
+            raise RefusedError(refusal_of(error), passing=isinstance(error, AssertionError)) from error
         if not self._thread.ran:
             raise KitsuneError("torch.compile ran the call without its graph; use mode='eager' and report this")
         return result
@@ -178,7 +156,7 @@ class GuardedFunction:
         if self._graph is None:
             return True
         if not self._is_direct_sought:
-            self._is_direct_sought, self._direct = True, _Direct.of(self._function)
+            self._is_direct_sought, self._direct = True, DirectCall.of(self._function)
         direct = self._direct
         self.stale |= direct is not None and direct.is_void
         self.misfits = self.stale or not self._called.hold() or not (direct is None or direct.fits(args))
@@ -214,6 +192,16 @@ class GuardedFunction:
             return None
         return replace(repetition, facts=(*repetition.facts, *self._called_facts))
 
+    def _changed(self, args: tuple[Any, ...]) -> Refusal:
+        """Why a call that has just been found not to fit does not."""
+        change = of_facts(self._called_facts)
+        if change is None and self._direct is not None:
+            fits = self._direct.fits(args)
+            change = of_answers(self._called_facts) if fits else self._direct.change(args, self._names)
+        if change is None:
+            return _CHANGED
+        return Refusal(f"{_HAS_CHANGED}: {change.text}", topic=f"{_HAS_CHANGED}: {change.what}")
+
     def _on_call(self, flat: Sequence[torch.Tensor]) -> Sequence[Any]:
         self._thread.ran = True
         run = self._run()
@@ -229,66 +217,6 @@ class GuardedFunction:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
         self._graph, self._ends = graph, take_views(graph)
-
-
-class _Direct:
-    """What Dynamo has compiled, behind Dynamo's guards, called without its interception of frames.
-
-    That takes several times as long as the guards, and would end in the same code. Dynamo's cache entries are private;
-    where they are not as expected, calls take the long way.
-
-    Attributes:
-        run: what Dynamo made of the function, side effects on Python objects included.
-    """
-
-    def __init__(self, function: types.FunctionType, entry: Any) -> None:
-        code = function.__code__
-        self.run = types.FunctionType(
-            entry.code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-        )
-        self._guards = entry.guard_manager
-        self._names = code.co_varnames[: code.co_argcount]
-        self._free = tuple(zip(code.co_freevars, function.__closure__ or (), strict=True))
-
-    @classmethod
-    def of(cls, function: types.FunctionType) -> _Direct | None:
-        """The one way in which `function` is compiled; None if there is none, or it cannot be called like this."""
-        code = function.__code__
-        entries = eval_frame._debug_get_cache_entry_list(code)
-        if len(entries) != 1 or code.co_flags & _VARIADIC or code.co_kwonlyargcount:
-            return None
-        compiled = entries[0].code
-        return cls(function, entries[0]) if compiled.co_freevars == code.co_freevars else None
-
-    @property
-    def is_void(self) -> bool:
-        """Whether something that is guarded no longer exists: others may have come to its address."""
-        return self._guards.cache_entry is None
-
-    def fits(self, args: tuple[Any, ...]) -> bool:
-        """Whether all guards hold for a call with these arguments."""
-        if self.is_void or len(args) != len(self._names):
-            return False
-        local = dict(zip(self._names, args, strict=True))
-        try:
-            for name, cell in self._free:
-                local[name] = cell.cell_contents
-        except ValueError:  # it is empty
-            return False
-        return bool(self._guards.check(local))
-
-    def repetition(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Repetition | None:
-        """See `GuardedFunction.repetition`."""
-        reads = reads_of(self.run, args, tuple(kwargs))
-        if reads is None or len(self._names) != 2 or self.is_void:
-            return None
-        return Repetition(
-            facts=(attribute(self._guards, "cache_entry"), *reads.facts),
-            guards=self._guards.root.check,
-            variables={name: cell.cell_contents for name, cell in self._free},
-            names=(self._names[0], self._names[1]),
-            sources=reads.sources,
-        )
 
 
 def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[Any]]]:
@@ -368,6 +296,7 @@ def _strict_capture() -> Iterator[Called]:
             skip_nnmodule_hook_guards=False,
             trace_numpy=False,
             specialize_float=True,
+            skip_guards_on_constant_func_defaults=False,  # True before torch 2.13
             record_runtime_overhead=False,
             optimize_ddp=False,
             use_recursive_dict_tags_for_guards=False,
@@ -445,53 +374,3 @@ def _said_once() -> list[Any]:
 
 def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise exc.Unsupported("numbers drawn from a random.Random object would be the same at every replay")
-
-
-_SWITCHED_OFF = {
-    "trace_numpy": Refusal("NumPy is called", remedy="use math or torch"),
-    "trace_autograd_ops": Refusal("gradients are computed in the call (torch.autograd.grad)"),
-}
-"""What Dynamo would have the user switch on, which would change nothing here."""
-
-
-_SKIPPED = re.compile(r"Developer debug context: module: (\S+), qualname: (\S+), skip reason")
-"""Of a function that Dynamo is told not to look into, where its message says which one it is."""
-
-
-_WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., model=)"
-
-
-def _refusal(error: Exception) -> Refusal:
-    stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
-    run = [frame for frame in stack or () if not frame.filename.startswith((_DYNAMO, _KITSUNE))]
-    own = [frame for frame in run if not frame.filename.startswith(_TORCH)]
-    lines = dict.fromkeys(
-        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in (*own[-1:], *run[-1:])
-    )  # the user's, and torch's where that calls on
-    culprit = " -> ".join(lines) or None
-    said, remedy = first_line(error), None
-    for switch, refusal in _SWITCHED_OFF.items():
-        if switch in said:
-            said, remedy = refusal.reason, refusal.remedy
-    if "wrap RNN" in said:
-        said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
-    if "requires_grad_() call" in said:
-        said = "gradients are computed in the call (Tensor.requires_grad_)"
-    if "ScriptModules" in said:
-        said = "a module of torch.jit.script is called"
-    if "data-dependent expression" in said:
-        said = "what Python does depends on the values of a tensor"
-    if said == "Observed exception":  # a later line says which
-        said = str(error).partition("Developer debug context: ")[2].partition("\n")[0] or said
-    if "marked as skipped" in said:  # later lines say which function
-        explained = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
-        found = _SKIPPED.search(str(error))
-        said = (
-            explained.strip().removeprefix("Explanation: ") if found is None else f"{found[1]}.{found[2]}() is called"
-        )
-    if "Failed to convert args/kwargs" in said:
-        said = "what torch is given is no tensor and no constant, as a torch.Generator or an array of NumPy"
-    if "trace the builtin `" in said:
-        name = said.split("`")[1].removeprefix("<unknown module>.").rstrip(".")
-        said = f"{name}() is called, which is not written in Python"
-    return Refusal(f"the call is not one graph: {said}", culprit, remedy)

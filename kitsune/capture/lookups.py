@@ -2,11 +2,13 @@
 
 Where `__getattr__`, an `except`, `hasattr` or a default has the answer, Dynamo does not guard that an attribute of an
 object, a Python module, a function or a tensor goes on missing, nor what keys the `__dict__` of an object has. That
-classes get none, `called` sees. Dynamo's variables and its guard builder are private.
+classes get none, `called` sees. Nor does Dynamo guard, before torch 2.13, the constants that are read of a class
+itself. Its variables and its guard builder are private.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import types
@@ -19,7 +21,13 @@ import torch
 from torch._dynamo import exc, variables
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, UserDefinedObjectVariable, dicts
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+    dicts,
+)
 from torch._dynamo.variables.dicts import ConstDictVariable
 
 _PARTS = ("_parameters", "_buffers", "_modules")
@@ -43,6 +51,7 @@ def guarded() -> Iterator[None]:
         (ConstDictVariable, "getitem_const_raise_exception_if_absent", _guard_key()),
         *_guards_of_plain(),
         *_guards_of_own_dictionaries(),
+        *_guards_of_classes(),
     ]
     with ExitStack() as stack:
         for kind, name, patch in patches:
@@ -119,6 +128,23 @@ def _guards_of_own_dictionaries() -> Iterator[tuple[type, str, Callable[..., Any
     yield kind, "install_dict_keys_match_guard", ConstDictVariable.install_dict_keys_match_guard
     yield kind, "install_dict_contains_guard", _guard_own_key
     yield kind, "call_method", _guard_copy(kind.call_method)
+
+
+def _guards_of_classes() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Those of constants that are read of a class itself, as `Settings.scale`: no guard before torch 2.13."""
+    if hasattr(dicts, "DunderDictVariable"):
+        return
+    look_up: Callable[..., Any] = UserDefinedClassVariable.var_getattr
+
+    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+        found = inspect.getattr_static(variable.value, name, ...)
+        if variable.source and isinstance(found, enum.Enum):
+            _install(AttrSource(variable.source, name), GuardBuilder.ID_MATCH)
+        elif variable.source and found is not ... and ConstantVariable.is_literal(found):
+            _install(AttrSource(variable.source, name), GuardBuilder.CONSTANT_MATCH)
+        return look_up(variable, tx, name)
+
+    yield UserDefinedClassVariable, "var_getattr", var_getattr
 
 
 def _guard_own_key(variable: Any, tx: Any, args: Sequence[Any]) -> None:

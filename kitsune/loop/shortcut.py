@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kitsune.capture.ambient import ambient_facts
-from kitsune.capture.frontend import GuardedFunction, Repetition
+from kitsune.capture.direct_calls import Repetition
+from kitsune.capture.frontend import GuardedFunction
 from kitsune.capture.reads import Argument
 from kitsune.capture.state import Binding, hook_facts
 from kitsune.capture.step_program import StepProgram, StepSpec, scaling

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
+
+
+class Kind(IntEnum):
+    """Which of the functions below has made a fact."""
+
+    ATTRIBUTE = 0
+    ITEM = 1
+    RESULT = 2
+    MEMBERS = 3
+    CONTENTS = 4
+    DEFINITION = 5
+    ABSENCE = 6
 
 
 class Fact(NamedTuple):
     """One fact; made by the functions below, from what is the case at present.
 
     Attributes:
-        kind: a place in the order of these functions.
+        kind: what kind of fact it is.
         subject: what the fact is about.
         key: which part of it, where there are several.
         expected: what must be found there.
     """
 
-    kind: int
+    kind: Kind
     subject: Any
     key: Any
     expected: Any
@@ -29,32 +42,34 @@ class Fact(NamedTuple):
 
 def attribute(subject: object, name: str) -> Fact:
     """The attribute is the object that it is."""
-    return Fact(0, subject, name, getattr(subject, name))
+    return Fact(Kind.ATTRIBUTE, subject, name, getattr(subject, name))
 
 
 def item(container: Any, key: object) -> Fact:
     """The container has the object that it has for `key`."""
-    return Fact(1, container, key, container[key])
+    return Fact(Kind.ITEM, container, key, container[key])
 
 
 def result(function: Callable[..., object], *args: object) -> Fact:
     """The call returns what it returns, or something equal to that."""
-    return Fact(2, function, args, function(*args))
+    return Fact(Kind.RESULT, function, args, function(*args))
 
 
 def members(sequence: list[Any]) -> Fact:
     """The list consists of the objects of which it consists."""
-    return Fact(3, sequence, None, tuple(sequence))
+    return Fact(Kind.MEMBERS, sequence, None, tuple(sequence))
 
 
 def contents(mapping: dict[Any, Any]) -> Fact:
     """The dictionary has the keys and the values that it has, the same objects in the order in which they came."""
-    return Fact(4, mapping, tuple(dict.keys(mapping)), tuple(dict.values(mapping)))
+    return Fact(Kind.CONTENTS, mapping, tuple(dict.keys(mapping)), tuple(dict.values(mapping)))
 
 
 def definition(kind: type) -> Fact:
     """The class has the bases, and the attributes by name, that it has; functions and descriptors are the same."""
-    return Fact(5, kind, tuple(vars(kind)), (kind.__mro__, *map(_what_runs, vars(kind), vars(kind).values())))
+    return Fact(
+        Kind.DEFINITION, kind, tuple(vars(kind)), (kind.__mro__, *map(_what_runs, vars(kind), vars(kind).values()))
+    )
 
 
 def absence(mapping: dict[Any, Any], key: object) -> Fact:
@@ -65,7 +80,7 @@ def absence(mapping: dict[Any, Any], key: object) -> Fact:
     """
     if key in mapping:
         raise KeyError(key)
-    return Fact(6, mapping, key, None)
+    return Fact(Kind.ABSENCE, mapping, key, None)
 
 
 class Facts(Protocol):

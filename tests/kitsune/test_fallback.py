@@ -487,6 +487,22 @@ def test_the_log_tells_each_refusal_once(caplog: pytest.LogCaptureFixture) -> No
     assert log.reasons() == ("one", "two", "three")
 
 
+def test_refusals_of_one_topic_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever their numbers are: the first of them, and the first warning."""
+    log = RefusalLog("the step")
+    with caplog.at_level(logging.INFO, logger="kitsune"):
+        for number in range(3):
+            log.add(RefusedError(Refusal(f"k is {number}", topic="k"), passing=True))
+        assert log.reasons() == ("k is 0",)
+        for number in range(3, 6):
+            log.add(Refusal(f"k is {number}", topic="k"))
+    assert [record.message for record in caplog.records] == [
+        "the step ran a step as plain PyTorch: k is 0",
+        "the step runs as plain PyTorch: k is 3",
+    ]
+    assert log.reasons() == ("k is 3",)
+
+
 def test_the_log_tells_which_part_runs_as_plain_pytorch(caplog: pytest.LogCaptureFixture) -> None:
     log = RefusalLog("the loop")
     for _ in range(2):

@@ -144,7 +144,7 @@ def test_the_covered_parts_follow_what_runs(form: str) -> None:
     training.run(1, start=5)
     status = training.status()
     assert status.mode == "eager"
-    assert "changed since the capture" in status.reason
+    assert status.reason == "what the model's Python code depends on has changed: model.gain was 1.0, is 0.5"
     assert not {"forward", "backward"} & set(status.covered)
     training.run(2, start=6)
     assert training.status().mode == "replay"

@@ -185,7 +185,7 @@ def test_what_cannot_be_traced_after_a_change_is_told_as_a_change() -> None:
     call, runner = guarded(lambda x: x * 2 if holder.looks and x.sum() > 0 else x)
     call(torch.ones(2))
     holder.looks = True
-    with pytest.raises(RefusedError, match="has changed since the capture") as caught:
+    with pytest.raises(RefusedError, match="has changed") as caught:
         call(torch.ones(2))
     assert caught.value.passing
     holder.looks = False
@@ -217,7 +217,7 @@ def test_only_the_first_call_is_intercepted() -> None:
         assert call(torch.full((2,), value)).tolist() == [2 * value] * 2
     assert (interceptions.count, len(runner.graphs)) == (1, 3)
     scale = 3.0
-    with pytest.raises(RefusedError, match="has changed since the capture"):
+    with pytest.raises(RefusedError, match="has changed"):
         call(torch.ones(2))
     assert (interceptions.count, len(runner.graphs)) == (1, 3)
 
@@ -247,7 +247,7 @@ def test_where_what_is_guarded_is_gone_no_call_fits_any_more() -> None:
     holder.note = None
     gc.collect()
     holder.note = [1.0].append
-    with pytest.raises(RefusedError, match="has changed since the capture"):
+    with pytest.raises(RefusedError, match="has changed"):
         call(torch.ones(2))
     assert call.stale
     assert len(runner.graphs) == 3
@@ -259,7 +259,7 @@ def test_another_class_of_the_same_name_is_another_one() -> None:
     for _ in range(3):
         assert call(torch.ones(2)).tolist() == [2, 2]
     holder.scale = type("Scale", (), {"value": 3.0})()
-    with pytest.raises(RefusedError, match="has changed since the capture"):
+    with pytest.raises(RefusedError, match="has changed"):
         call(torch.ones(2))
     assert call.misfits
     assert len(runner.graphs) == 3
@@ -314,7 +314,7 @@ def test_what_has_changed_may_be_again_as_it_was() -> None:
         if scale == 2.0:
             assert call(torch.ones(2)).tolist() == [2, 2]
             continue
-        with pytest.raises(RefusedError, match="has changed since the capture") as caught:
+        with pytest.raises(RefusedError, match="has changed") as caught:
             call(torch.ones(2))
         assert caught.value.passing
         assert (call.misfits, call.stale) == (True, False)

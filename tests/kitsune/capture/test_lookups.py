@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -359,3 +360,27 @@ def test_a_key_of_the_dictionary_of_the_model(form: str) -> None:
             training.model.late = 0.5  # type: ignore[assignment]
 
     compare(form, build, steps=12, edit=edit, replays=7)
+
+
+class Mode(enum.Enum):
+    SLOW = 1
+    FAST = 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(2.0, 3.0), (2, 3), (None, 3.0), ("2", "3"), (Mode.SLOW, Mode.FAST)])
+def test_constants_that_are_read_of_a_class_itself(before: Any, after: Any) -> None:
+    def build() -> tuple[Callable[[Tensor], Tensor], Callable[[], object]]:
+        kind: Any = type("Settings", (), {"value": before})
+        return lambda x: x * 2 if kind.value == before else x, lambda: setattr(kind, "value", after)
+
+    noticed(build)
+
+
+def test_constants_that_are_defaults_of_a_function() -> None:
+    def build() -> tuple[Callable[[Tensor], Tensor], Callable[[], object]]:
+        def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+            return x * by
+
+        return lambda x: scaled(x), lambda: setattr(scaled, "__defaults__", (3.0,))
+
+    noticed(build)

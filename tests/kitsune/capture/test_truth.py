@@ -81,7 +81,7 @@ def test_what_is_false_is_not_taken_for_true(question: str) -> None:
             assert torch.equal(call(x), asking(x)), name
         except RefusedError:
             refused.append(name)
-    assert not set(refused) & {"list", "tuple", "dict", "str", "int", "float", "none", "modules"}
+    assert not set(refused) & {"list", "tuple", "dict", "str", "int", "float", "none"}
 
 
 def test_it_may_become_true() -> None:

@@ -1,0 +1,65 @@
+"""Why Dynamo could not make one graph of a call, in words of the user's program.
+
+What its exceptions say, and the line that some of them tell, is private.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from kitsune.errors import Refusal, first_line
+
+_DYNAMO = os.path.dirname(torch._dynamo.__file__) + os.sep  # where it has its own forms of Python's functions
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_KITSUNE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+_SWITCHED_OFF = {
+    "trace_numpy": Refusal("NumPy is called", remedy="use math or torch"),
+    "trace_autograd_ops": Refusal("gradients are computed in the call (torch.autograd.grad)"),
+}
+"""What Dynamo would have the user switch on, which would change nothing here."""
+
+_SKIPPED = re.compile(r"Developer debug context: module: (\S+), qualname: (\S+), skip reason")
+"""Of a function that Dynamo is told not to look into, where its message says which one it is."""
+
+_WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., model=)"
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What stands in the way, by what Dynamo raised; and where."""
+    stack = getattr(error, "real_stack", None)  # only some of Dynamo's exceptions have one
+    run = [frame for frame in stack or () if not frame.filename.startswith((_DYNAMO, _KITSUNE))]
+    own = [frame for frame in run if not frame.filename.startswith(_TORCH)]
+    lines = dict.fromkeys(
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in (*own[-1:], *run[-1:])
+    )  # the user's, and torch's where that calls on
+    culprit = " -> ".join(lines) or None
+    said, remedy = first_line(error), None
+    for switch, refusal in _SWITCHED_OFF.items():
+        if switch in said:
+            said, remedy = refusal.reason, refusal.remedy
+    if "wrap RNN" in said:
+        said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
+    if "requires_grad_() call" in said:
+        said = "gradients are computed in the call (Tensor.requires_grad_)"
+    if "ScriptModules" in said:
+        said = "a module of torch.jit.script is called"
+    if "data-dependent expression" in said:
+        said = "what Python does depends on the values of a tensor"
+    if said == "Observed exception":  # a later line says which
+        said = str(error).partition("Developer debug context: ")[2].partition("\n")[0] or said
+    if "marked as skipped" in said:  # later lines say which function
+        explained = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
+        found = _SKIPPED.search(str(error))
+        said = (
+            explained.strip().removeprefix("Explanation: ") if found is None else f"{found[1]}.{found[2]}() is called"
+        )
+    if "Failed to convert args/kwargs" in said:
+        said = "what torch is given is no tensor and no constant, as a torch.Generator or an array of NumPy"
+    if "trace the builtin `" in said:
+        name = said.split("`")[1].removeprefix("<unknown module>.").rstrip(".")
+        said = f"{name}() is called, which is not written in Python"
+    return Refusal(f"the call is not one graph: {said}", culprit, remedy)
