@@ -31,7 +31,7 @@ PIP_INSTALL := .venv/bin/python -m pip install --disable-pip-version-check --con
 IN_PARALLEL = $$($(RUN) -c 'import importlib.util as util; print("-n auto --dist loadfile" if util.find_spec("xdist") else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: bench bench-sweep bench-full test test-full lint report clean help interpreter
+.PHONY: bench bench-sweep bench-full test test-full test-libraries lint report clean help interpreter
 
 bench: $(READY) ## Measure the last commits, compare, and write the report (minutes)
 	$(RUN) -m harness.run --until $(UNTIL) --report report.html
@@ -48,6 +48,9 @@ test: $(READY) ## Run the tests: no GPU and no network needed
 test-full: $(READY) ## Run the tests with the slow ones and the long property-based runs
 	$(RUN) -m pytest $(IN_PARALLEL) -m "not benchmark" --hypothesis-profile=full
 
+test-libraries: interpreter ## Run the tests of other people's libraries, in their newest releases (downloads them)
+	PYTHON=$(PYTHON) .ci/libraries
+
 lint: $(READY) ## Check style, types, and which module imports which
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -58,11 +61,11 @@ report: $(READY) ## Write report.html from the results measured so far
 	$(RUN) -m harness.compare --html report.html
 
 clean: ## Remove what builds, tests and benchmarks leave behind (keeps results/ and .venv)
-	rm -rf build dist .asv .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache report.html *.egg-info
+	rm -rf build dist .venv-libraries .asv .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache report.html *.egg-info
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON_ENV=system  use the present interpreter and install nothing (default: .venv)"
 	@echo "  UNTIL=conclusive   measure more rounds, up to a bound, where a verdict is inconclusive (default: rounds)"

@@ -9,6 +9,8 @@ import pytest
 
 from tests.examples.cases import Case, assert_same
 
+pytestmark = pytest.mark.libraries
+
 _MNIST = "--synthetic --limit 12 --batch-size 8 --epochs 2"
 _BERT = "--documents 96 --batch-size 8 --width 32 --layers 1 --epochs 2"
 

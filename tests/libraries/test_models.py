@@ -47,17 +47,16 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = library("einops.layers.torch")
+        self.einops, layers = library("einops"), library("einops.layers.torch")
         self.words, self.qkv = nn.Embedding(_WORDS, 16), nn.Linear(16, 48)
         self.head = nn.Sequential(layers.Reduce("b n c -> b c", "mean"), nn.Linear(16, _CLASSES))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        einops = library("einops")
-        qkv = einops.rearrange(self.qkv(self.words(tokens)), "b n (three h d) -> three b h n d", three=3, h=2)
+        qkv = self.einops.rearrange(self.qkv(self.words(tokens)), "b n (three h d) -> three b h n d", three=3, h=2)
         q, k, v = qkv.unbind(0)
-        weights = einops.einsum(q, k, "b h i d, b h j d -> b h i j").softmax(-1)
-        found: Tensor = self.head(einops.rearrange(weights @ v, "b h n d -> b n (h d)"))
-        return found + einops.repeat(found.mean(1), "b -> b c", c=_CLASSES)
+        weights = self.einops.einsum(q, k, "b h i d, b h j d -> b h i j").softmax(-1)
+        found: Tensor = self.head(self.einops.rearrange(weights @ v, "b h n d -> b n (h d)"))
+        return found + self.einops.repeat(found.mean(1), "b -> b c", c=_CLASSES)
 
 
 class Logits(nn.Module):

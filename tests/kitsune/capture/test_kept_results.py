@@ -167,6 +167,7 @@ def test_a_function_that_keeps_results_reads_what_changes(form: str, forgets: bo
     assert training.status().mode == "replay"
 
 
+@pytest.mark.libraries
 @pytest.mark.support("Models", "einops", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_einops(form: str) -> None:
