@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from kitsune.budget import CaptureBudget
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import RefusalLog
@@ -115,6 +117,10 @@ class StepCache(Generic[S]):
             if not other.is_pending():
                 other.release()
         return any(other.executor is None for other in others)
+
+    def of(self, module: torch.nn.Module) -> list[S]:
+        """Those whose calls are of `module`."""
+        return [step for step in self._steps() if step.module is module]
 
     def settle(self, step: S) -> None:
         """To be called after each use of `step`: releases graphs that are not wanted any more."""

@@ -37,6 +37,7 @@ from kitsune.loop.first_call import watch_first_backward
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, TakenOver, call_module, others_of, own_parts
 from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
+from kitsune.loop.rest import Rest, refuse_slight_gains
 from kitsune.loop.scaling import LossScale, ScaledLosses
 from kitsune.loop.split_step import SplitStep
 from kitsune.loop.update_step import UpdateStep
@@ -96,7 +97,9 @@ class DropInLoop:
         self._witnesses: dict[int, torch.nn.Parameter] = {}  # that modules are trained, the latest one of each
         self._refusals: dict[int, Refusal] = {}
         self._reduced: dict[int, Reduction] = {}  # of the modules of which a wrapper reduces the gradients
-        self._taken: list[TakenOver] = []
+        self._taken: dict[int, TakenOver] = {}
+        self._rest = Rest(config.verify)
+        self._put_off: set[SplitStep] = set()  # of this iteration, whose captures have to wait
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, self._budget, log)
         self._differentiated: set[Hashable] = set()  # signatures whose backward pass was, before they had a step
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
@@ -126,7 +129,7 @@ class DropInLoop:
             return
         kind, amp = _device(self._optimizer).type, self._amp_dtype()
         taken = TakenOver(module, self)
-        self._taken.append(taken)
+        self._taken[key] = taken
         self._modules[key] = inside
         self._calls[key] = _under_amp(_module_call(inside), kind, amp)
         if taken.compiled is not None:
@@ -136,6 +139,8 @@ class DropInLoop:
         if is_running:
             signature, differentiated = partial(_signature, inside, _device(self._optimizer)), self._differentiated
             watch_first_backward(module, signature, differentiated.add)
+        if self._config.mode == "eager" and self._may_rest():
+            taken.stand_aside()
 
     def _with_parts(self, refusal: Refusal, module: torch.nn.Module) -> Refusal:
         """A refusal of `module`, with the parts that may be named in its place, where others train the rest of it."""
@@ -204,6 +209,10 @@ class DropInLoop:
         if signature in self._differentiated:
             self._differentiated.remove(signature)
             step.refuse_backward()
+        if step.put_off_until() is not None:
+            self._put_off.add(step)
+            self._begin_plainly(module)
+            return eager(args, kwargs)
         choice = step.chooser.next()
         if step not in self._iteration:
             step.chooser.start()
@@ -222,6 +231,15 @@ class DropInLoop:
             step.watch_backward(output)
         self._note_call(step, choice)
         return output
+
+    def call_eagerly(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Answers a call that is not looked at."""
+        return self._compiled.get(id(module), self._calls[id(module)])(unfollowed(args), unfollowed(kwargs))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether eager calls are what they would be without this loop."""
+        return not self._config.enable_amp
 
     def _is_trained(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether gradients are wanted of a call: of a parameter or an input. Else it is as if within `no_grad`."""
@@ -314,16 +332,46 @@ class DropInLoop:
 
     def _finish_iteration(self) -> None:
         for step, (choice, _) in self._iteration.items():
+            was_settled = step.chooser.settled
             step.chooser.finish(choice, self._num_calls(step.module))
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)
-        self._was_all_new = self._num_new_calls > 0 and not self._iteration
+            if step.chooser.refusal is not None and not was_settled:
+                self._time_others_again(step)
+        self._was_all_new = self._num_new_calls > 0 and not self._iteration and not self._put_off
+        self._has_called = bool(self._iteration or self._put_off or self._rest)
+        self._let_rest()
         self._num_new_calls = 0
-        self._has_called = bool(self._iteration)
         self._iteration.clear()
+        self._put_off.clear()
         self._finder.count_step()
         if not self._modules and (refusal := self._finder.refusal()) is not None:
             self._log.add(refusal)
+
+    def _time_others_again(self, lost: SplitStep) -> None:
+        """Other calls of the module in this iteration were timed while those of `lost` were replayed by turns."""
+        for step in self._iteration:
+            if step is not lost and step.module is lost.module:
+                step.chooser.reopen()
+
+    def _let_rest(self) -> None:
+        """Leaves modules whose calls run eagerly anyway to themselves, until the next look."""
+        self._rest.advance()
+        for step in (*self._iteration, *self._put_off):
+            self._rest.note_use(step)
+        choices = [choice for choice, _ in self._iteration.values()]
+        if self._num_new_calls or not ("eager" in choices or self._put_off) or not self._may_rest():
+            return
+        if "replay" in choices:
+            refuse_slight_gains(self._iteration)
+            if self._config.defer_loss:  # what they do with outputs that are followed would be followed, too
+                return
+        for module in dict.fromkeys(step.module for step in (*self._iteration, *self._put_off)):
+            self._rest.consider(self._taken[id(module)], self._steps.of(module))
+
+    def _may_rest(self) -> bool:
+        """Whether nothing but replays depends on seeing the calls."""
+        return self._losses is None and not self._reduced
 
     def verify(self, iteration: Callable[[], Any]) -> Verification:
         """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was.
@@ -391,7 +439,7 @@ class DropInLoop:
     def close(self) -> None:
         """Gives back all calls, graphs and memory."""
         self._finder.stop()
-        for taken in self._taken:
+        for taken in self._taken.values():
             taken.give_back()
         for reduction in self._reduced.values():
             reduction.arm()

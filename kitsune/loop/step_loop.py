@@ -100,6 +100,10 @@ class StepLoop:
         phase = self._accumulators.phase()
         step = self._step_for(phase, args, kwargs)
         self._latest = step
+        if step.put_off_until() is not None:
+            loss = self._eager(args, kwargs, phase)
+            self._accumulators.advance()
+            return loss
         choice = step.chooser.next()
         step.chooser.start()
         if choice == "replay" and self._verify and step.is_unverified(self._verify):
