@@ -55,6 +55,10 @@ class StepCache(Generic[S]):
         self._met_once: OrderedDict[Hashable, None] = OrderedDict()
         self._num_met = self._past_replays = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether there is a step of a signature."""
+        return key in self._kinds
+
     def is_new(self, key: Hashable) -> bool:
         """Whether a signature is met for the first time. Many never come back: only that it was met is kept."""
         if key in self._kinds or key in self._met_once:

@@ -103,7 +103,6 @@ class GuardedStep(ABC):
         self.is_first = True
         self.module, self._call = module, call
         self._config, self._admission, self._budget, self._log = config, weakref.ref(admission), budget, log
-        self._num_parts = sum(1 for _ in module.modules())
         self._earned = 0  # replays that were counted when it was captured anew
         self._guarded: GuardedFunction | None = None
         self._wrappers: Sequence[torch.nn.Module] = ()  # torch.compile's, in the captured module
@@ -116,12 +115,6 @@ class GuardedStep(ABC):
     def is_pending(self) -> bool:
         """Whether what was captured cannot be replayed before something else has happened."""
         return False
-
-    def put_off_until(self) -> float | None:
-        """When there may be a capture, which is all that calls wait for, by `time.perf_counter()`; None for now."""
-        if self._guarded is not None or self.chooser.refusal is not None:
-            return None
-        return self._budget.put_off_until(self._num_parts)
 
     def fits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether there is something captured, in a state in which it answers this call."""
@@ -181,9 +174,6 @@ class GuardedStep(ABC):
 
     def describe(self) -> tuple[str, str]:
         """The mode of the latest call and its reason, as a `Status` gives them."""
-        begins = self.put_off_until()
-        if begins is not None:
-            return "measuring", str(self._budget.put_off(begins))
         if self.declined is not None and self.chooser.next() == "replay":
             return "eager", str(self.declined)
         return self.chooser.describe()

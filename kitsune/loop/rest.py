@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kitsune.errors import Refusal
 from kitsune.fallback import Choice
 from kitsune.loop.interception import TakenOver
-from kitsune.loop.split_step import SplitStep
+
+if TYPE_CHECKING:
+    from kitsune.loop.split_step import SplitStep
 
 LOOK_EVERY = 97
 """Every so many iterations one is looked at: a prime number, so that of shapes that come in turn each is met."""
@@ -65,31 +68,27 @@ class Rest:
         """`step` was called in the iteration that ends."""
         step.used_at = self._now
 
-    def consider(self, taken: TakenOver, steps: Sequence[SplitStep]) -> None:
+    def consider(self, taken: TakenOver, steps: Sequence[SplitStep], deadline: float) -> None:
         """Lets a module rest that was called in the iteration that has ended, if nothing is missed.
 
         Args:
             steps: all of the module.
+            deadline: when to look at the latest, by `time.perf_counter()`.
         """
         recent = [step for step in steps if self._now - step.used_at < RECENT]
-        deadlines = [self._rests_until(step) for step in recent]
-        if None in deadlines or all(map(_is_long, recent)):
+        if not all(map(self._is_at_rest, recent)) or (recent and all(map(_is_long, recent))):
             return
         if not self._resting:
             self._began, self._deadline = self._now, math.inf
-        self._deadline = min([self._deadline, *(deadline for deadline in deadlines if deadline is not None)])
+        reviews = [step.chooser.review_at for step in recent]
+        self._deadline = min([self._deadline, deadline, *(review for review in reviews if review is not None)])
         self._resting.append((taken, recent))
         taken.stand_aside()
 
-    def _rests_until(self, step: SplitStep) -> float | None:
-        """The latest time for a look at calls of `step`; None where they have to be looked at."""
-        put_off = step.put_off_until()
-        if put_off is not None:
-            return put_off
-        if not step.chooser.is_at_rest or (step.chooser.refusal is None and step.verified < self._verify):
-            return None
-        review = step.chooser.review_at
-        return math.inf if review is None else review
+    def _is_at_rest(self, step: SplitStep) -> bool:
+        """Whether calls of `step` are eager, unless something has changed meanwhile."""
+        is_verified = step.chooser.refusal is not None or step.verified >= self._verify
+        return step.chooser.is_at_rest and is_verified
 
 
 def refuse_slight_gains(iteration: Mapping[SplitStep, tuple[Choice, int]]) -> None:
