@@ -460,6 +460,7 @@ class DropInLoop:
     def close(self) -> None:
         """Gives back all calls, graphs and memory."""
         self._finder.stop()
+        self._rest.end()
         for taken in self._taken.values():
             taken.give_back()
         for reduction in self._reduced.values():

@@ -53,7 +53,7 @@ class Rest:
     def advance(self) -> None:
         """To be called after each iteration, before `consider`."""
         self._now += 1
-        if self._resting and (self._now - self._began >= LOOK_EVERY or time.perf_counter() >= self._deadline):
+        if self._resting and (self._now - self._began >= LOOK_EVERY - 1 or time.perf_counter() >= self._deadline):
             self.look()
 
     def look(self) -> None:
@@ -62,6 +62,10 @@ class Rest:
             taken.come_back()
             for step in steps:
                 step.chooser.pass_by(self._now - self._began)
+        self._resting.clear()
+
+    def end(self) -> None:
+        """Nothing comes back any more."""
         self._resting.clear()
 
     def note_use(self, step: SplitStep) -> None:
