@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import kitsune
 from kitsune.errors import Refusal
@@ -35,6 +34,7 @@ CALLS = 30
 VARIANTS = ("plain", "loop", "deferred")
 _SETTLED_STEPS = 60
 _BLOCKS, _BLOCK = 300, 7
+_SCRIPT = Path(__file__).with_name("short_script.py")
 SCRIPTS = {"mlp": 600, "conv": 40}
 """Steps of each: about a second."""
 
@@ -69,10 +69,10 @@ class Loop:
         self.optimizer.step()
 
 
-def _wrapped(optimizer: torch.optim.Optimizer, variant: str, share: float = 1.0) -> torch.optim.Optimizer:
+def _wrapped(optimizer: torch.optim.Optimizer, variant: str) -> torch.optim.Optimizer:
     if variant == "plain":
         return optimizer
-    return kitsune.KitsuneOptimizer(optimizer, defer_loss=variant == "deferred", setup_share=share)
+    return kitsune.KitsuneOptimizer(optimizer, defer_loss=variant == "deferred", setup_share=1.0)
 
 
 def _lose(chooser: Chooser) -> None:
@@ -115,30 +115,6 @@ def _seconds(part: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def run_script(name: str, variant: str) -> None:
-    """A short training, as a script has it."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, x = _mlp() if name == "mlp" else _conv()
-    y = torch.randint(10, (x.shape[0],))
-    optimizer = _wrapped(torch.optim.Adam(model.parameters()), variant, share=0.1)
-    for _ in range(SCRIPTS[name]):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
-def _mlp() -> tuple[nn.Module, Tensor]:
-    layers = (nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    return nn.Sequential(*layers), torch.randn(32, 32)
-
-
-def _conv() -> tuple[nn.Module, Tensor]:
-    first = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
-    layers = (*first, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 13 * 13, 10))
-    return nn.Sequential(*layers), torch.randn(32, 3, 32, 32)
-
-
 def measure_scripts(rounds: int) -> dict[str, dict[str, float]]:
     """Of each script and variant the seconds of the processor in the median, as long as it has but one thread."""
     found: dict[str, dict[str, list[float]]] = {name: {one: [] for one in VARIANTS} for name in SCRIPTS}
@@ -155,7 +131,8 @@ def measure_scripts(rounds: int) -> dict[str, dict[str, float]]:
 def _processor_seconds(name: str, variant: str) -> float:
     before = os.times()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, __file__, "script", name, variant], env=environment, check=True)
+    command = [sys.executable, str(_SCRIPT), name, variant, str(SCRIPTS[name])]
+    subprocess.run(command, env=environment, check=True)
     after = os.times()
     return after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -194,16 +171,11 @@ def main(arguments: list[str] | None = None) -> None:
     kinds.add_parser("calls", help="small calls that are settled on eager")
     scripts = kinds.add_parser("scripts", help="scripts that end before anything could pay off")
     scripts.add_argument("--rounds", type=int, default=5, help="processes of each (default: 5)")
-    script = kinds.add_parser("script")
-    script.add_argument("name", choices=tuple(SCRIPTS))
-    script.add_argument("variant", choices=VARIANTS)
     given = parser.parse_args(arguments)
     if given.kind == "calls":
         print(calls_table(measure_calls()))
-    elif given.kind == "scripts":
-        print(scripts_table(measure_scripts(given.rounds)))
     else:
-        run_script(given.name, given.variant)
+        print(scripts_table(measure_scripts(given.rounds)))
 
 
 if __name__ == "__main__":
