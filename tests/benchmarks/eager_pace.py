@@ -65,7 +65,7 @@ class Loop:
         hidden = torch.zeros(4, 32)
         for x in self._batch:
             hidden = self.model(x, hidden)
-        hidden.square().mean().backward()  # type: ignore[no-untyped-call]
+        hidden.square().mean().backward()
         self.optimizer.step()
 
 

@@ -39,7 +39,7 @@ def train(name: str, variant: str, steps: int) -> float:
     for _ in range(steps):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return loss.item()
 
