@@ -11,50 +11,85 @@ from typing import ClassVar
 from kitsune.config import Config
 from kitsune.errors import Refusal
 
-TRAINED_PER_CAPTURE = 9.0
-"""The training goes on for so many times as long as a capture has taken before the next one."""
+FIRST_CAPTURES = 4
+"""So many wait for nothing but their share, where what they gain is measured: of calls of two shapes, and of their
+updates."""
 
-FREE_CAPTURES = 4
-"""So many are made without waiting, where what they gain is measured: of calls of two shapes, and of their updates."""
+# What a capture is expected to take, before the loop has made one: torch loads and warms up its compiler for the first
+# one of a process, and looks at every part of the model (measured on two cores of a server: 0.05 to 0.15 s for each).
+_LOADING_SECONDS = 0.8
+_SECONDS_PER_PART = 0.08
 
-_SPENT = Refusal("captures have had their tenth of the time for now: what is not captured runs as plain PyTorch")
+_SPENT = Refusal("captures have had their share of the time for now: what is not captured runs as plain PyTorch")
 
 
 class CaptureBudget:
-    """Times the captures of one loop, and bounds the time that they take.
+    """Times the captures of one loop, and bounds the time that they take to a share of it, `config.setup_share`.
 
-    The first captures are made as soon as they are wanted. After each later one nothing is captured until the training
-    has gone on for `TRAINED_PER_CAPTURE` times as long as that took. So, beyond the first ones, captures take a tenth
-    of any stretch of time, and one capture more, at most.
+    Where gains are measured, the first captures wait until they have their share of the time since the loop was made:
+    a training that ends before has spent nothing on them. Elsewhere they are made as soon as they are wanted. After
+    each later one nothing is captured until the training has gone on for so long that the capture has taken its share.
+    So, beyond the first ones, captures take their share of any stretch of time, and one capture more, at most.
 
     Args:
-        config: with `mode="auto"` the first ones are `FREE_CAPTURES`; else as many as may be held, twice.
+        config: with `mode="auto"` the first ones are `FIRST_CAPTURES`; else as many as may be held, twice.
 
     Attributes:
         seconds: wall time spent on captures, and on what was recorded or planned anew.
         captures: how many there were.
         num_spells: how often any loop of the process has spent time. Whatever runs meanwhile takes longer.
+        spent: wall time that all loops of the process have spent.
     """
 
     num_spells: ClassVar[int] = 0
+    spent: ClassVar[float] = 0.0
 
     def __init__(self, config: Config) -> None:
         self.seconds = 0.0
         self.captures = 0
-        self._free = FREE_CAPTURES if config.mode == "auto" else 2 * config.max_graphs
+        self._share = config.setup_share
+        self._waits = config.mode == "auto" and self._share < 1.0
+        self._num_first = FIRST_CAPTURES if config.mode == "auto" else 2 * config.max_graphs
+        self._began, self._spent_before = time.perf_counter(), CaptureBudget.spent
+        self._longest = 0.0  # of the captures
         self._resumes = -math.inf  # when the next capture may be made
         self._depth = 0
 
+    def put_off_until(self, num_parts: int) -> float | None:
+        """When one of the first captures may be made, of a model with so many parts; None for now.
+
+        By `time.perf_counter()`.
+        """
+        if not self._waits or self.captures >= self._num_first:
+            return None
+        expected = self._longest
+        if not self.captures:
+            expected = num_parts * _SECONDS_PER_PART + (0.0 if CaptureBudget.num_spells else _LOADING_SECONDS)
+        begins = self._began + (CaptureBudget.spent - self._spent_before + expected) / self._share
+        return begins if time.perf_counter() < begins else None
+
+    def put_off(self, begins: float) -> Refusal:
+        """What the user is told until then."""
+        seconds = math.ceil(begins - self._began)
+        return Refusal(
+            f"captures begin after {seconds} s of training: so far they would take more than {self._share:.0%} of it",
+            remedy="setup_share=1.0 lets them begin at once",
+        )
+
     def refuse(self) -> Refusal | None:
-        """None if something may be captured now."""
-        return _SPENT if self.captures >= self._free and time.perf_counter() < self._resumes else None
+        """None if something may be captured now, as far as later captures have to wait."""
+        return _SPENT if self.captures >= self._num_first and time.perf_counter() < self._resumes else None
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Within, something is captured."""
         self.captures += 1
-        with self.spending():
-            yield
+        before = self.seconds
+        try:
+            with self.spending():
+                yield
+        finally:
+            self._longest = max(self._longest, self.seconds - before)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -73,6 +108,7 @@ class CaptureBudget:
         if not seconds or self._depth:
             return
         CaptureBudget.num_spells += 1
+        CaptureBudget.spent += seconds
         self.seconds += seconds
-        if self.captures > self._free:
-            self._resumes = max(self._resumes, time.perf_counter()) + TRAINED_PER_CAPTURE * seconds
+        if self.captures > self._num_first:
+            self._resumes = max(self._resumes, time.perf_counter()) + (1.0 / self._share - 1.0) * seconds

@@ -7,10 +7,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,9 @@ class Config:
             from the same state, which takes several times as long: the model is called several times, and all but the
             last call is undone. What PyTorch does stands; after a difference that rounding does not explain, steps like
             that one run eagerly.
+        setup_share: the share of the time that captures may take, above 0 and up to 1. With `mode="auto"` the first
+            ones wait until they have it, as expected from the size of the model: a short training is not delayed by
+            what cannot pay off. With 1 none waits.
     """
 
     mode: Mode = "auto"
@@ -88,6 +92,7 @@ class Config:
     defer_loss: bool = False
     cuda_graphs: bool = True
     verify: int = 0
+    setup_share: float = 0.1
 
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
@@ -228,6 +233,16 @@ def _whole(name: str, value: object, low: int, high: int | None) -> int:
     raise ConfigError(name, value, f"a whole number from {low}" + (f" to {high}" if high is not None else " up"))
 
 
+def _share(name: str, value: object) -> float:
+    number: float | None = None
+    if isinstance(value, (str, Real)) and not isinstance(value, bool):
+        with suppress(ValueError):
+            number = float(value)
+    if number is not None and 0.0 < number <= 1.0:
+        return number
+    raise ConfigError(name, value, "a number above 0 and up to 1")
+
+
 def _bytes(name: str, value: object) -> int | None:
     if value is None:
         return None
@@ -252,4 +267,5 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "defer_loss": _flag,
     "cuda_graphs": _flag,
     "verify": lambda name, value: _whole(name, value, 0, None),
+    "setup_share": _share,
 }

@@ -33,6 +33,7 @@ _NARROWLY = 1.1
 _NARROWLY_UNFUSED = 2.0
 
 _MISSES_UNTIL_PAUSE = 3
+_MISSES_UNTIL_REST = 20
 
 # Where replay has lost, both are timed again when eager steps have become this much slower, which is looked at now and
 # then, and after each loss half as often.
@@ -175,6 +176,26 @@ class Chooser:
     def is_undecided(self) -> bool:
         """Whether both will be timed again, as something disturbed the host when they were."""
         return self._review_at is not None
+
+    @property
+    def review_at(self) -> float | None:
+        """When that will be, by `time.perf_counter()`; None where it will not."""
+        return self._review_at
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether steps run eagerly, and the next ones may do so without being told of here; see `pass_by`.
+
+        So it is where replays have lost or are refused, and where they are tried at every step for long, and none can
+        be made.
+        """
+        if self.settled:
+            return self.refusal is not None and not self._is_probing()
+        return self._auto and self._misses >= _MISSES_UNTIL_REST
+
+    def pass_by(self, steps: int) -> None:
+        """So many steps ran eagerly, of which nothing was told."""
+        self._since += steps
 
     def describe(self) -> tuple[str, str]:
         """The mode and its reason, as a `Status` gives them."""

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from kitsune.budget import CaptureBudget
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import RefusalLog
@@ -52,6 +54,10 @@ class StepCache(Generic[S]):
         self._latest: S | None = None
         self._met_once: OrderedDict[Hashable, None] = OrderedDict()
         self._num_met = self._past_replays = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether there is a step of a signature."""
+        return key in self._kinds
 
     def is_new(self, key: Hashable) -> bool:
         """Whether a signature is met for the first time. Many never come back: only that it was met is kept."""
@@ -115,6 +121,10 @@ class StepCache(Generic[S]):
             if not other.is_pending():
                 other.release()
         return any(other.executor is None for other in others)
+
+    def of(self, module: torch.nn.Module) -> list[S]:
+        """Those whose calls are of `module`."""
+        return [step for step in self._steps() if step.module is module]
 
     def settle(self, step: S) -> None:
         """To be called after each use of `step`: releases graphs that are not wanted any more."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
+import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -36,12 +39,15 @@ from kitsune.loop.cache import StepCache
 from kitsune.loop.first_call import watch_first_backward
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.interception import ModuleFinder, TakenOver, call_module, others_of, own_parts
-from kitsune.loop.loop_comparison import CallComparison, iteration_differences, update_differences
+from kitsune.loop.rest import Rest, refuse_slight_gains
 from kitsune.loop.scaling import LossScale, ScaledLosses
-from kitsune.loop.split_step import SplitStep
-from kitsune.loop.update_step import UpdateStep
 from kitsune.status import Status
 from kitsune.verification import Difference, Verification
+
+if TYPE_CHECKING:
+    from kitsune.loop.loop_comparison import CallComparison
+    from kitsune.loop.split_step import SplitStep
+    from kitsune.loop.update_step import UpdateStep
 
 _PATIENCE_CALLS = 20
 """Calls of the model in a loop's first iteration after which `step()` is missed, if it was not called."""
@@ -82,21 +88,16 @@ class DropInLoop:
         self._streams = StreamPool()
         self._update_log = log.part("the update")
         self._budget = CaptureBudget(config)
-        self._update = UpdateStep(
-            optimizer,
-            self._gradients,
-            config=config,
-            streams=self._streams,
-            budget=self._budget,
-            log=self._update_log,
-        )
         self._modules: dict[int, torch.nn.Module] = {}
         self._calls: dict[int, Call] = {}
         self._compiled: dict[int, Call] = {}  # of those that torch.compile has compiled, what their calls are
         self._witnesses: dict[int, torch.nn.Parameter] = {}  # that modules are trained, the latest one of each
         self._refusals: dict[int, Refusal] = {}
         self._reduced: dict[int, Reduction] = {}  # of the modules of which a wrapper reduces the gradients
-        self._taken: list[TakenOver] = []
+        self._taken: dict[int, TakenOver] = {}
+        self._rest = Rest(config.verify)
+        self._num_parts: dict[int, int] = {}  # of modules
+        self._put_off: dict[int, float] = {}  # modules that were called in this iteration, and when captures may begin
         self._steps: StepCache[SplitStep] = StepCache(config.max_graphs, self._budget, log)
         self._differentiated: set[Hashable] = set()  # signatures whose backward pass was, before they had a step
         self._iteration: dict[SplitStep, tuple[Choice, int]] = {}  # how their calls ran, and how many there were
@@ -105,12 +106,25 @@ class DropInLoop:
         self._has_called = True  # in the latest iteration, or in this one
         self._num_new_calls = 0  # in this iteration, with signatures that were not met before
         self._was_all_new = False  # the latest iteration
+        self._waits_until: float | None = None  # captures of its calls
         self._has_stepped = False
         self._fallbacks = 0
         self._is_paused = False
         self._finder = ModuleFinder(self._params(), self, self._only)
         self._number = next(_numbers)
         _loops[self._number] = self
+
+    @cached_property
+    def _update(self) -> UpdateStep:
+        kind: type[UpdateStep] = _loaded("update_step").UpdateStep
+        return kind(
+            self._optimizer,
+            self._gradients,
+            config=self._config,
+            streams=self._streams,
+            budget=self._budget,
+            log=self._update_log,
+        )
 
     def found(self, module: torch.nn.Module, *, is_running: bool) -> None:
         """Takes over the calls of `module`, which owns trained parameters; see `CallTaker`."""
@@ -126,8 +140,9 @@ class DropInLoop:
             return
         kind, amp = _device(self._optimizer).type, self._amp_dtype()
         taken = TakenOver(module, self)
-        self._taken.append(taken)
+        self._taken[key] = taken
         self._modules[key] = inside
+        self._num_parts[key] = sum(1 for _ in inside.modules())
         self._calls[key] = _under_amp(_module_call(inside), kind, amp)
         if taken.compiled is not None:
             self._compiled[key] = _under_amp(_compiled_call(taken.compiled), kind, amp)
@@ -136,6 +151,8 @@ class DropInLoop:
         if is_running:
             signature, differentiated = partial(_signature, inside, _device(self._optimizer)), self._differentiated
             watch_first_backward(module, signature, differentiated.add)
+        if self._config.mode == "eager" and self._may_rest():
+            taken.stand_aside()
 
     def _with_parts(self, refusal: Refusal, module: torch.nn.Module) -> Refusal:
         """A refusal of `module`, with the parts that may be named in its place, where others train the rest of it."""
@@ -200,6 +217,10 @@ class DropInLoop:
             self._num_new_calls += 1
             self._begin_plainly(module)
             return eager(args, kwargs)
+        if (begins := self._put_off_until(module, signature)) is not None:
+            self._put_off[id(module)] = begins
+            self._begin_plainly(module)
+            return eager(args, kwargs)
         step = self._latest = self._steps.get(signature, args, kwargs, partial(self._make, module, call))
         if signature in self._differentiated:
             self._differentiated.remove(signature)
@@ -222,6 +243,19 @@ class DropInLoop:
             step.watch_backward(output)
         self._note_call(step, choice)
         return output
+
+    def _put_off_until(self, module: torch.nn.Module, signature: Hashable) -> float | None:
+        """When calls of a signature may be captured, by `time.perf_counter()`; None for now, or if that is decided."""
+        return None if signature in self._steps else self._budget.put_off_until(self._num_parts[id(module)])
+
+    def call_eagerly(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Answers a call that is not looked at."""
+        return self._compiled.get(id(module), self._calls[id(module)])(unfollowed(args), unfollowed(kwargs))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether eager calls are what they would be without this loop."""
+        return not self._config.enable_amp
 
     def _is_trained(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether gradients are wanted of a call: of a parameter or an input. Else it is as if within `no_grad`."""
@@ -314,16 +348,48 @@ class DropInLoop:
 
     def _finish_iteration(self) -> None:
         for step, (choice, _) in self._iteration.items():
+            was_settled = step.chooser.settled
             step.chooser.finish(choice, self._num_calls(step.module))
             self._fallbacks += step.end_iteration()
             self._steps.settle(step)
-        self._was_all_new = self._num_new_calls > 0 and not self._iteration
+            if step.chooser.refusal is not None and not was_settled:
+                self._time_others_again(step)
+        self._was_all_new = self._num_new_calls > 0 and not self._iteration and not self._put_off
+        self._has_called = bool(self._iteration or self._put_off or self._rest)
+        self._waits_until = max(self._put_off.values(), default=None if self._iteration else self._waits_until)
+        self._let_rest()
         self._num_new_calls = 0
-        self._has_called = bool(self._iteration)
         self._iteration.clear()
+        self._put_off.clear()
         self._finder.count_step()
         if not self._modules and (refusal := self._finder.refusal()) is not None:
             self._log.add(refusal)
+
+    def _time_others_again(self, lost: SplitStep) -> None:
+        """Other calls of the module in this iteration were timed while those of `lost` were replayed by turns."""
+        for step in self._iteration:
+            if step is not lost and step.module is lost.module:
+                step.chooser.reopen()
+
+    def _let_rest(self) -> None:
+        """Leaves modules whose calls run eagerly anyway to themselves, until the next look."""
+        self._rest.advance()
+        for step in self._iteration:
+            self._rest.note_use(step)
+        choices = [choice for choice, _ in self._iteration.values()]
+        if self._num_new_calls or not ("eager" in choices or self._put_off) or not self._may_rest():
+            return
+        if "replay" in choices:
+            refuse_slight_gains(self._iteration)
+            if self._config.defer_loss:  # what they do with outputs that are followed would be followed, too
+                return
+        for key in dict.fromkeys((*(id(step.module) for step in self._iteration), *self._put_off)):
+            deadline = self._put_off.get(key, math.inf)
+            self._rest.consider(self._taken[key], self._steps.of(self._modules[key]), deadline)
+
+    def _may_rest(self) -> bool:
+        """Whether nothing but replays depends on seeing the calls."""
+        return self._losses is None and not self._reduced
 
     def verify(self, iteration: Callable[[], Any]) -> Verification:
         """Compares an iteration of the loop with the same as plain PyTorch, and leaves everything as it was.
@@ -349,7 +415,8 @@ class DropInLoop:
             return max(loop._rounding() for loop in loops)
 
         alive = find_alive(list(modules.values()), optimizers)
-        found, written = iteration_differences(iteration, paused, alive, eps, _device(self._optimizer))
+        differences = _loaded("loop_comparison").iteration_differences
+        found, written = differences(iteration, paused, alive, eps, _device(self._optimizer))
         if self._steps.replays == replays:
             return Verification(False, reason=self._mode()[1], written=tuple(written))
         return Verification(True, tuple(found), written=tuple(written))
@@ -359,7 +426,8 @@ class DropInLoop:
 
     def _verified(self, step: SplitStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """(True, the output of plain PyTorch), compared with that of a replay; (False, None), with nothing done."""
-        comparison = CallComparison(step, self._calls[id(step.module)], args, kwargs)
+        call = self._calls[id(step.module)]
+        comparison: CallComparison = _loaded("loop_comparison").CallComparison(step, call, args, kwargs)
         found = comparison.differences()
         if found is None:
             return False, None
@@ -374,7 +442,8 @@ class DropInLoop:
     def _verified_update(self) -> bool:
         """Whether plain PyTorch has updated, compared with a replay; else nothing is done."""
         modules, device = list(self._modules.values()), _device(self._optimizer)
-        found = update_differences(self._update, self._optimizer, modules, device)
+        differences = _loaded("loop_comparison").update_differences
+        found: list[Difference] | None = differences(self._update, self._optimizer, modules, device)
         if found:
             self._update.refusal = _differs(found)
             self._update_log.add(self._update.refusal)
@@ -391,12 +460,14 @@ class DropInLoop:
     def close(self) -> None:
         """Gives back all calls, graphs and memory."""
         self._finder.stop()
-        for taken in self._taken:
+        self._rest.end()
+        for taken in self._taken.values():
             taken.give_back()
         for reduction in self._reduced.values():
             reduction.arm()
         self._steps.clear()
-        self._update.release()
+        if "_update" in vars(self):
+            self._update.release()
         self._latest = None
         _loops.pop(self._number, None)
 
@@ -430,6 +501,8 @@ class DropInLoop:
             return "eager", "mode='eager' was asked for"
         if (refusal := self._refuse_unstepped()) is not None:
             return "eager", str(refusal)
+        if self._waits_until is not None and self._waits_until > time.perf_counter():
+            return "measuring", str(self._budget.put_off(self._waits_until))
         if self._latest is not None and self._has_called:
             return self._latest.describe()
         if self._was_all_new:
@@ -482,7 +555,8 @@ class DropInLoop:
         config = self._config
         if self._losses is not None:  # from the loss on, gradients would not go through the nodes that scale them
             config = dataclasses.replace(config, defer_loss=False)
-        return SplitStep(
+        kind: type[SplitStep] = _loaded("split_step").SplitStep
+        return kind(
             module,
             call,
             self._gradients,
@@ -494,6 +568,13 @@ class DropInLoop:
             log=self._log,
             reduction=self._reduced.get(id(module)) if config.defer_loss else None,
         )
+
+
+def _loaded(name: str) -> Any:
+    """A module of what is captured, loaded when that is wanted: with all that plans, fuses and records, it takes longer
+    than the rest, and a training that ends before has not waited for it.
+    """
+    return import_module(f"kitsune.loop.{name}")
 
 
 _loops: weakref.WeakValueDictionary[int, DropInLoop] = weakref.WeakValueDictionary()

@@ -60,6 +60,13 @@ class CallTaker(Protocol):
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `module`."""
 
+    def call_eagerly(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The same where it is known to run eagerly."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether calls that run eagerly are what they would be without the taker."""
+
 
 class ModuleFinder:
     """Tells `taker` of the outermost modules that own any of `params`, each at its first call.
@@ -170,7 +177,7 @@ class ModuleFinder:
             return False
         calls = self._parted[module] = self._parted.get(module, 0) + 1
         return calls <= _CALLS_OF_PARTS or any(
-            isinstance(part._compiled_call_impl, Interceptor) for part in module.modules()
+            interceptor_in(part._compiled_call_impl) is not None for part in module.modules()
         )
 
 
@@ -279,7 +286,9 @@ class TakenOver(Interceptor):
         self._taker = weakref.ref(taker)
         self._params = [id(param) for param in module.parameters() if _takers.of(id(param)) is taker]
         self._changes = _takers.changes
-        _set_call(module, _function_of(self))
+        self._function = _function_of(self)  # one: whoever compiles a call of the module has guards for it
+        self._is_aside = False
+        _set_call(module, self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, taker = self._module(), self._taker()
@@ -288,7 +297,7 @@ class TakenOver(Interceptor):
             self.give_back()
             begin_unfollowed()
             return call_module(module, args, kwargs) if self.compiled is None else self.compiled(*args, **kwargs)
-        return taker.call(module, args, kwargs)
+        return (taker.call_eagerly if self._is_aside else taker.call)(module, args, kwargs)
 
     def gives_way(self) -> bool:
         """Gives the calls back if nobody is there any more to answer them; whether it did.
@@ -302,6 +311,22 @@ class TakenOver(Interceptor):
             return False
         self.give_back()
         return True
+
+    def stand_aside(self) -> None:
+        """Has calls run eagerly until `come_back`, past the taker if they are to be what they were without it."""
+        self._is_aside = True
+        taker = self._taker()
+        if taker is not None and taker.is_plain:
+            self.give_back()
+
+    def come_back(self) -> None:
+        """Has the taker answer calls again, unless somebody else has taken them over since."""
+        self._is_aside = False
+        owner, taker = self._owner(), self._taker()
+        if owner is None or taker is None or _call_of(owner) is not self.compiled:
+            return
+        if self._changes == _takers.changes or self._is_newest(taker):
+            _set_call(owner, self._function)
 
     def give_back(self) -> None:
         """Lets calls be what they were, unless somebody else has taken them over since."""

@@ -73,6 +73,7 @@ class SplitStep(GuardedStep):
         self._gradients, self._streams, self._reduction = gradients, streams, reduction
         self._recorder = BackwardRecorder(config, streams, log)
         self._graphs: CallGraphs | None = None
+        self.used_at = 0  # the iteration of the latest call
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far

@@ -53,6 +53,8 @@ class StepLoop:
         self._budget = CaptureBudget(config)
         self._steps: StepCache[WholeStep] = StepCache(config.max_graphs * phases, self._budget, log)
         self._latest: WholeStep | None = None
+        self._num_parts = sum(1 for _ in spec.module.modules())
+        self._waits_until: float | None = None  # captures of steps as the latest one
         self._is_idle = threading.Lock()
         self._fallbacks = 0
         self._is_reentrant: bool | None = None  # not known
@@ -98,7 +100,14 @@ class StepLoop:
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         phase = self._accumulators.phase()
-        step = self._step_for(phase, args, kwargs)
+        key = self._key(phase, args, kwargs)
+        is_decided = key in self._steps or self._refusal is not None
+        self._waits_until = None if is_decided else self._budget.put_off_until(self._num_parts)
+        if self._waits_until is not None:
+            waiting_loss = self._eager(args, kwargs, phase)
+            self._accumulators.advance()
+            return waiting_loss
+        step = self._steps.get(key, args, kwargs, partial(self._make, phase))
         self._latest = step
         choice = step.chooser.next()
         step.chooser.start()
@@ -180,6 +189,8 @@ class StepLoop:
     def status(self) -> Status:
         latest = self._latest
         mode, reason = ("idle", "no step has run yet") if latest is None else latest.describe()
+        if self._waits_until is not None:
+            mode, reason = "measuring", str(self._budget.put_off(self._waits_until))
         plan = self.plan()
         return Status(
             mode=mode,

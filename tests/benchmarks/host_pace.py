@@ -57,7 +57,7 @@ def measure(model: str, batch: int, precision: str, device: str = "cuda") -> dic
     module = workload.module.to(device)
     batches = [workload.batch(batch, index=index, device=torch.device(device)) for index in range(_BATCHES)]
     optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate)
-    step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=precision == "amp", mode="auto")
+    step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=precision == "amp", setup_share=1.0)
     whole = settled(step, batches)
     shortcut, winner = whole._shortcut, whole._contest.winner
     inputs = [shortcut.inputs(args, {}) for args in batches]

@@ -102,7 +102,8 @@ def measure(model: str, batch: int, precision: str, device: str = "cuda", exhaus
     with stages.watched():
         started = time.perf_counter()
         optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate)
-        step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=precision == "amp")
+        amp = precision == "amp"
+        step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=amp, setup_share=1.0)
         for _ in range(_MOST_STEPS):
             step(*args)
             wait()

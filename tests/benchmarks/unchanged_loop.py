@@ -47,7 +47,7 @@ class Loop:
         self._batches = [workload.batch(batch, index=index, device=torch.device(device)) for index in range(_BATCHES)]
         self._optimizer: torch.optim.Optimizer = torch.optim.Adam(self._module.parameters(), lr=workload.learning_rate)
         if is_deferred:
-            self._optimizer = kitsune.KitsuneOptimizer(self._optimizer, defer_loss=True)
+            self._optimizer = kitsune.KitsuneOptimizer(self._optimizer, defer_loss=True, setup_share=1.0)
         self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         if precision == "amp":
             self._autocast = partial(torch.autocast, device, dtype=torch.bfloat16)

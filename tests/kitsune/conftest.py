@@ -14,6 +14,7 @@ import torch._dynamo.guards
 
 from kitsune import fallback
 from kitsune.background import Background, wait_until_quiet
+from kitsune.budget import CaptureBudget
 from kitsune.capture import global_hooks
 from kitsune.fallback import Chooser
 from kitsune.loop import contest, fusing
@@ -75,6 +76,12 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def _short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """No steps are run for the pace of the loop alone: trainings here are short, and plans are chosen for them."""
     monkeypatch.setattr(contest, "_RUNOFF_TURN", contest._TURN)
+
+
+@pytest.fixture(autouse=True)
+def _captures_are_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until they have their share of a training's time: those of tests take less than a second."""
+    monkeypatch.setattr(CaptureBudget, "put_off_until", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kitsune import budget as budget_module
-from kitsune.budget import FREE_CAPTURES, TRAINED_PER_CAPTURE, CaptureBudget
+from kitsune.budget import FIRST_CAPTURES, CaptureBudget
 from kitsune.config import Config
 from tests.kitsune.clock import Clock
 
@@ -17,13 +19,28 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.fixture(autouse=True)
+def _captures_are_not_put_off() -> None:
+    """Here they are."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(CaptureBudget, "num_spells", 0)
+    monkeypatch.setattr(CaptureBudget, "spent", 0.0)
+
+
+TRAINED_PER_CAPTURE = 9.0
+
+
 def capture(budget: CaptureBudget, clock: Clock, seconds: float) -> None:
     with budget.capturing():
         clock.now += seconds
 
 
-def test_the_first_captures_do_not_wait(clock: Clock) -> None:
-    for config, free in ((Config(), FREE_CAPTURES), (Config(mode="replay", max_graphs=3), 6)):
+def test_the_first_captures_do_not_wait_for_one_another(clock: Clock) -> None:
+    for config, free in ((Config(), FIRST_CAPTURES), (Config(mode="replay", max_graphs=3), 6)):
         budget = CaptureBudget(config)
         for _ in range(free + 1):
             assert budget.refuse() is None
@@ -44,7 +61,7 @@ def test_later_ones_take_a_tenth_of_any_stretch(seconds: float, clock: Clock) ->
             began = clock.now
             capture(budget, clock, seconds)
             spells.append((began, clock.now))
-    later = spells[FREE_CAPTURES:]
+    later = spells[FIRST_CAPTURES:]
     assert len(later) > 5
     for first, (began, _) in enumerate(later):
         for count, (_, ended) in enumerate(later[first:], 1):
@@ -54,7 +71,7 @@ def test_later_ones_take_a_tenth_of_any_stretch(seconds: float, clock: Clock) ->
 
 def test_what_is_recorded_anew_delays_captures_too(clock: Clock) -> None:
     budget = CaptureBudget(Config())
-    for _ in range(FREE_CAPTURES + 1):
+    for _ in range(FIRST_CAPTURES + 1):
         capture(budget, clock, 1.0)
     with budget.spending():
         clock.now += 5.0
@@ -76,6 +93,59 @@ def test_what_is_spent_within_counts_once(clock: Clock) -> None:
     budget.charge(0.0)
     assert budget.seconds == 3.5
     assert CaptureBudget.num_spells == before + 2
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25])
+def test_the_first_capture_waits_until_it_has_its_share(share: float, clock: Clock) -> None:
+    """As expected from the size of the model: of a training that ends as soon as it is made, it takes the share."""
+    budget, parts = CaptureBudget(Config(setup_share=share)), 10
+    began = clock.now
+    begins = budget.put_off_until(parts)
+    assert begins is not None
+    expected = share * (begins - began)
+    assert expected == pytest.approx(budget_module._LOADING_SECONDS + parts * budget_module._SECONDS_PER_PART)
+    assert f"after {math.ceil(begins - began)} s" in str(budget.put_off(begins))
+    clock.now = begins - 0.01
+    assert budget.put_off_until(parts) == begins
+    clock.now = begins
+    assert budget.put_off_until(parts) is None
+
+
+def test_a_larger_model_waits_longer_and_a_second_one_of_the_process_less(clock: Clock) -> None:
+    first = CaptureBudget(Config()).put_off_until(5)
+    larger = CaptureBudget(Config()).put_off_until(50)
+    capture(CaptureBudget(Config()), clock, 1.0)
+    clock.now = 100.0
+    second = CaptureBudget(Config()).put_off_until(5)
+    assert first is not None
+    assert larger is not None
+    assert second is not None
+    assert second < first < larger
+
+
+def test_a_second_shape_waits_for_its_share_beside_that_of_the_first(clock: Clock) -> None:
+    """And what other loops have spent since this one began counts, too: a script has all of it."""
+    budget, other = CaptureBudget(Config()), CaptureBudget(Config())
+    began = clock.now
+    clock.now += 1000.0
+    assert budget.put_off_until(5) is None
+    capture(budget, clock, 60.0)
+    assert budget.put_off_until(5) == pytest.approx(began + 1200.0)
+    capture(other, clock, 30.0)
+    assert budget.put_off_until(5) == pytest.approx(began + 1500.0)
+
+
+def test_nothing_waits_where_that_is_not_wanted(clock: Clock) -> None:
+    for config in (Config(mode="replay"), Config(setup_share=1.0)):
+        assert CaptureBudget(config).put_off_until(1000) is None
+
+
+def test_a_training_without_bound_captures_all(clock: Clock) -> None:
+    budget = CaptureBudget(Config(setup_share=1.0))
+    for _ in range(3 * FIRST_CAPTURES):
+        assert budget.put_off_until(5) is None
+        assert budget.refuse() is None
+        capture(budget, clock, 1.0)
 
 
 def test_a_capture_that_fails_is_timed(clock: Clock) -> None:

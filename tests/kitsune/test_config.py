@@ -62,6 +62,9 @@ def test_it_is_frozen() -> None:
         ("num_streams", None, None),
         ("enable_fusion", False, False),
         ("enable_fusion", None, None),
+        ("setup_share", 0.25, 0.25),
+        ("setup_share", "0.5", 0.5),
+        ("setup_share", 1, 1.0),
     ],
 )
 def test_values_that_are_allowed(name: str, given: object, value: object) -> None:
@@ -102,6 +105,12 @@ def test_values_that_are_allowed(name: str, given: object, value: object) -> Non
         ("num_streams", "two"),
         ("num_streams", False),
         ("enable_fusion", 2),
+        ("setup_share", 0),
+        ("setup_share", 1.5),
+        ("setup_share", "half"),
+        ("setup_share", "nan"),
+        ("setup_share", True),
+        ("setup_share", None),
     ],
 )
 def test_values_that_are_not_allowed(name: str, value: object) -> None:

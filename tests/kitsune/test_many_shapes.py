@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kitsune import budget
-from kitsune.budget import FREE_CAPTURES, TRAINED_PER_CAPTURE, CaptureBudget
+from kitsune.budget import FIRST_CAPTURES, CaptureBudget
 from kitsune.fallback import Choice, Chooser
 from kitsune.loop.cache import StepCache
 from kitsune.loop.guarded_step import GuardedStep
@@ -161,8 +161,8 @@ def test_shapes_that_take_turns_for_a_while_are_captured_a_tenth_of_the_time(
         training.step(x, y)
         clock.now = max(clock.now, began + 0.5)
     trained = period * num_periods * 1.0
-    assert FREE_CAPTURES < len(captured) < num_periods
-    assert len(captured) <= FREE_CAPTURES + 2 + trained / (TRAINED_PER_CAPTURE * costs["capture"])
+    assert FIRST_CAPTURES < len(captured) < num_periods
+    assert len(captured) <= FIRST_CAPTURES + 2 + trained / (9.0 * costs["capture"])
 
 
 def test_an_update_that_is_captured_counts(monkeypatch: pytest.MonkeyPatch) -> None:
