@@ -211,7 +211,7 @@ def _refuse_attributes() -> Callable[..., Any]:
     store: Callable[..., Any] = SideEffects.store_attr
 
     def store_attr(effects: Any, stand_in: Any, name: str, value: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(stand_in, TensorVariable):
+        if isinstance(stand_in, TensorVariable) and not _has_no_gradient_yet(stand_in, name, value):
             _refuse_setter(name)
         before = effects.store_attr_mutations.get(stand_in, {}).get(name)
         if isinstance(before, DeletedVariable) and not isinstance(value, DeletedVariable):
@@ -231,6 +231,12 @@ def _refuse_setters() -> Callable[..., Any]:
         return call(tensor, tx, name, args, kwargs)
 
     return call_method
+
+
+def _has_no_gradient_yet(tensor: Any, name: str, value: Any) -> bool:
+    """Whether None becomes the `grad` of a tensor that the call makes; Dynamo assigns it for `requires_grad_()`."""
+    is_none = value.is_python_constant() and value.as_python_constant() is None
+    return name == "grad" and tensor.source is None and is_none
 
 
 def _refuse_setter(name: str) -> None:

@@ -6,8 +6,10 @@ What a captured step depends on is a hundred or more facts of a few kinds. Their
 
 from __future__ import annotations
 
+import copyreg
 import operator
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -67,9 +69,17 @@ def contents(mapping: dict[Any, Any]) -> Fact:
 
 def definition(kind: type) -> Fact:
     """The class has the bases, and the attributes by name, that it has; functions and descriptors are the same."""
+    _note_all(kind)
     return Fact(
         Kind.DEFINITION, kind, tuple(vars(kind)), (kind.__mro__, *map(_what_runs, vars(kind), vars(kind).values()))
     )
+
+
+def _note_all(kind: type) -> None:
+    """Has Python put into the class what it would at the first use: for copies and pickles, and for its annotations."""
+    copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    with suppress(AttributeError, TypeError):  # some classes have none, and say so in their own way
+        kind.__annotations__  # noqa: B018 - reading makes it
 
 
 def absence(mapping: dict[Any, Any], key: object) -> Fact:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import logging
 import random
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -70,9 +72,15 @@ class HostRandom(Net):
         return super().forward(x) * random.random()
 
 
-is_compiling_in_a_library = types.FunctionType(
-    (lambda: torch.compiler.is_compiling()).__code__.replace(co_name="is_compiling"),
-    {**globals(), "__name__": "transformers.utils"},
+def of_a_library(code: types.CodeType, name: str) -> types.FunctionType:
+    """A function of a module of a library, where captures look for it."""
+    module = sys.modules.setdefault(name, types.ModuleType(name))
+    vars(module).update(torch=torch, __builtins__=vars(builtins))
+    return types.FunctionType(code, vars(module))
+
+
+is_compiling_in_a_library = of_a_library(
+    (lambda: torch.compiler.is_compiling()).__code__.replace(co_name="is_compiling"), "transformers.kitsune_tests"
 )
 
 
@@ -238,10 +246,8 @@ def test_a_model_that_cannot_be_captured_trains_eagerly(
 @pytest.mark.parametrize("form", FORMS)
 def test_libraries_may_ask_whether_they_are_compiled(form: str) -> None:
     """torch and others look for shortcuts; what they compute is the same."""
-    relu = types.FunctionType(
-        (lambda x: torch.relu(x) if torch.compiler.is_compiling() else x.clamp(min=0)).__code__,
-        {**globals(), "__name__": "transformers.activations"},
-    )
+    code = (lambda x: torch.relu(x) if torch.compiler.is_compiling() else x.clamp(min=0)).__code__
+    relu = of_a_library(code, "transformers.kitsune_tests")
 
     class Asking(Net):
         def forward(self, x: Tensor) -> Tensor:

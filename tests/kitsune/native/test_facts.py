@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import weakref
@@ -335,3 +336,15 @@ def test_a_cycle_through_facts_is_collected(checker: Checker) -> None:
 def test_what_is_no_fact_is_refused_in_c(row: Any) -> None:
     with pytest.raises((TypeError, OverflowError)):
         compiled()([row])
+
+
+def test_what_python_puts_into_a_class_at_its_first_use_is_no_change(checker: Checker) -> None:
+    class Kind:
+        def __init__(self) -> None:
+            self.number = 1.0
+
+    facts = checker([definition(Kind)])
+    copy.deepcopy(Kind())
+    assert Kind().__reduce_ex__(2)
+    assert Kind.__annotations__ == {}
+    assert facts.hold()
