@@ -29,7 +29,7 @@ def known_or_refused() -> Iterator[None]:
 
 def _refusing_what_is_false() -> Callable[..., Any]:
     """What Dynamo calls at a jump; where the object is none of the model's classes, it does not look at the answer."""
-    ask: Callable[..., Any] = symbolic_convert.generic_bool
+    ask: Callable[..., Any] = symbolic_convert.generic_bool  # type: ignore[attr-defined]
 
     def generic_bool(tx: Any, variable: Any) -> Any:
         answer = ask(tx, variable)
