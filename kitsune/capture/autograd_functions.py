@@ -30,6 +30,7 @@ from torch._dynamo.variables.base import (
     is_side_effect_safe,
 )
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -39,7 +40,7 @@ from torch.autograd import Function, forward_ad
 from kitsune.capture.applied_functions import name_of
 from kitsune.capture.called import Called
 from kitsune.capture.function_looks import FunctionLook, Look, add_call, by_place
-from kitsune.capture.late_reads import late_reads, read_late
+from kitsune.capture.late_reads import LateReads, facts_about, late_reads, read_late
 
 _METHODS = ("forward", "setup_context", "backward", "vjp")
 
@@ -66,6 +67,7 @@ def called_themselves(called: Called) -> Iterator[None]:
         (SideEffects, "load_attr", inspector.read_changed),
         (VariableBuilder, "__call__", inspector.build),
         (TensorVariable, "_method_register_hook", inspector.register_hook),
+        (CheckpointHigherOrderVariable, "_call_function", inspector.checkpoint),
     )
     with ExitStack() as stack:
         for owner, name, method in patches:
@@ -90,6 +92,7 @@ class _Inspector:
     def __init__(self, called: Called) -> None:
         self._called = called
         self._looks: list[Look] = []  # the innermost is the last
+        self._checkpoints: list[dict[Source, None]] = []  # what those read that are being traced
         self._read_late: set[Source] = set()
 
     def call_method(
@@ -125,6 +128,20 @@ class _Inspector:
         if not variable.source:
             self._note_late(look, variable.as_proxy().node, tx.output)
         return handle
+
+    def checkpoint(self, original: _Original, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        """What runs again in the backward pass, and reads the same then."""
+        read: dict[Source, None] = {}
+        self._checkpoints.append(read)
+        try:
+            returned = original(tx, *args, **kwargs)
+        finally:
+            self._checkpoints.pop()
+        if not self._checkpoints:
+            nodes = reversed(tx.output.current_tracer.graph.nodes)
+            node = next(node for node in nodes if node.target is variable.value)
+            read_late(node, LateReads(shared=facts_about(read, tx.output)))
+        return returned
 
     def _note_late(self, look: Look, node: fx.Node, output: Any) -> None:
         late = look.late or {}
@@ -196,6 +213,8 @@ class _Inspector:
         for look in self._looks:
             if source is not None:
                 (look.early if look.late is None else look.late)[source] = None
+        for read in self._checkpoints if source is not None else ():
+            read[source] = None
 
 
 def _refuse(tx: Any, function: type[Function]) -> None:

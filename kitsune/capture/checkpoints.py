@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from kitsune.capture.late_reads import hand_on
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.verify import source_line
 
@@ -109,6 +110,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, mark: Checkpoint) -> None:
             raise RefusedError(Refusal("a checkpoint's results are not taken apart", source_line(node)))
         user.replace_all_uses_with(results[user.args[1]])
         module.graph.erase_node(user)
+    hand_on(node, module.graph.output_node())
     module.graph.erase_node(node)
     if not attribute.users:
         module.graph.erase_node(attribute)

@@ -5,7 +5,7 @@ Dynamo's guards are asked before the call alone. Its sources, and the names by w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.source import LocalSource
 from torch._guards import ChainedSource, Source
 
+from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, result
 
 _MARK = "kitsune_late_reads"
@@ -48,6 +49,21 @@ def late_reads(late: Iterable[Source], early: Collection[Source], output: Any) -
     )
 
 
+def facts_about(sources: Iterable[Source], output: Any) -> tuple[Fact, ...]:
+    """That what is found at `sources` is what it is at present, but for tensors and arguments of the call."""
+    return tuple(_facts_about(sources, output))
+
+
+def _facts_about(sources: Iterable[Source], output: Any) -> Iterator[Fact]:
+    for source in sources:
+        try:
+            fact = _fact(source, output)
+        except (LookupError, AttributeError, NameError):  # of an argument, or of what Dynamo itself has made
+            continue
+        if not isinstance(fact.expected, torch.Tensor) and facts_type()([fact]).hold():
+            yield fact
+
+
 def _fact(source: Source, output: Any) -> Fact:
     root: Any = source
     while isinstance(root, ChainedSource):
@@ -67,6 +83,13 @@ def _fact(source: Source, output: Any) -> Fact:
 def read_late(node: fx.Node, reads: LateReads) -> None:
     """Notes down that the backward pass of `node` goes by `reads`."""
     node.meta[_MARK] = reads
+
+
+def hand_on(node: fx.Node, other: fx.Node) -> None:
+    """What the backward pass of `node` goes by, that of `other` goes by as well."""
+    if _MARK in node.meta:
+        one, both = node.meta[_MARK], other.meta.get(_MARK, LateReads())
+        other.meta[_MARK] = LateReads(both.alone + one.alone, both.shared + one.shared)
 
 
 def read_by(module: fx.GraphModule) -> LateReads:

@@ -233,8 +233,8 @@ class CallGraphs:
             step.refuse_late_change()
         if self.again is None or not self._late_shared.hold():
             raise KitsuneError(
-                "what the backward pass of an autograd.Function of the model reads has changed since the model was "
-                "called; later calls of this model run eagerly, or use mode='eager' from the beginning"
+                "what the backward pass of an autograd.Function or a checkpoint of the model reads has changed since "
+                "the model was called; later calls of this model run eagerly, or use mode='eager' from the beginning"
             )
         return True
 

@@ -147,7 +147,7 @@ class SplitStep(GuardedStep):
 
     def refuse_late_change(self) -> None:
         """What the backward pass of a replayed call reads of Python's objects has changed since the call."""
-        refusal = Refusal("what the backward pass of an autograd.Function reads changes between call and backward()")
+        refusal = Refusal("what an autograd.Function or a checkpoint reads in its backward pass changes after the call")
         self._log.add(refusal)
         self.chooser.refuse(refusal)
 
