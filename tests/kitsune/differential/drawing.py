@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.kitsune.differential.actions import AT_TIMES, BEFORE, IN_THE_LOOP, MORE_GROUPS, WITH_SCALER
-from tests.kitsune.differential.peculiar import PECULIAR, STILL_WRONG, TRANSFORMS, WITH_STATE
+from tests.kitsune.differential.peculiar import PECULIAR, TRANSFORMS, WITH_STATE
 from tests.kitsune.differential.programs import CYCLING, LAYERS, NESTED, SCHEDULERS, Layer, Program, shares_weights
 
 
@@ -81,7 +81,7 @@ def programs(draw: st.DrawFn, form: str) -> Program:
 
 def _layers() -> st.SearchStrategy[Layer]:
     plain = st.sampled_from(["tied", *LAYERS])
-    simple = plain | plain | plain | st.sampled_from(sorted(PECULIAR.keys() - STILL_WRONG))
+    simple = plain | plain | plain | st.sampled_from(sorted(PECULIAR))
     several = st.lists(simple, min_size=1, max_size=3)
     nested = st.tuples(st.sampled_from(NESTED), several).map(lambda drawn: (drawn[0], *drawn[1]))
     return simple | simple | nested.filter(lambda layer: not _is_kept_from_checkpoints(layer))

@@ -332,15 +332,6 @@ WITH_STATE: dict[str, Callable[[], nn.Module]] = {
 
 PECULIAR = {**WITHOUT_STATE, **WITH_STATE}
 
-STILL_WRONG = {
-    "absent gradients": ("drop_in", "drop_in, deferred", "train_step"),
-    "exchanged memory": ("drop_in", "drop_in, deferred", "train_step"),
-    "looks at gradients": ("train_step",),
-    "missing attribute": ("drop_in", "drop_in, deferred", "train_step"),
-    "recently used": ("drop_in", "drop_in, deferred", "train_step"),
-}
-"""Those that replays do not follow yet, by form. They are not drawn; their tests tell when that has changed."""
-
 
 def change_all(model: nn.Module) -> None:
     """Has all such layers of a model change."""
