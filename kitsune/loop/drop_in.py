@@ -373,6 +373,7 @@ class DropInLoop:
             step.chooser.refuse(refusal)
         else:
             step.verified += 1
+        step.watch_backward(comparison.output)
         return True, comparison.output
 
     def _verified_update(self) -> bool:
