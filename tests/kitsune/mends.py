@@ -84,6 +84,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "missing attribute": ("lookups",),
     "replaced method": ("called",),
     "recently used": ("side effects",),
+    "assigns to a class": ("side effects",),
     "first of a set": ("order of sets",),
     "absent gradients": ("functions",),
     "gradient in the call": ("functions",),

@@ -200,6 +200,21 @@ class Counts(Peculiar):
         return [*map(float, self.history), float(self.seen.get("calls", 0))]
 
 
+class AssignsToAClass(Peculiar):
+    """Its object has another attribute from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: Any = type("Settings", (), {"turn": 0})()
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self.settings).turn = 1 - self.settings.turn
+        return x * self.weight * (1.1 if self.settings.turn else 0.9)
+
+    def numbers(self) -> list[float]:
+        return [self.settings.turn]
+
+
 class KeepsATensor(Peculiar):
     """What it has computed the last time is an attribute."""
 
@@ -400,6 +415,7 @@ WITH_STATE: dict[str, Callable[[], nn.Module]] = {
     "recently used": RecentlyUsed,
     "turned round": TurnedRound,
     "counts": Counts,
+    "assigns to a class": AssignsToAClass,
     "keeps a tensor": KeepsATensor,
     "first of a set": FirstOfSet,
     "experts": Experts,
