@@ -26,9 +26,10 @@ from tests.kitsune.capture.test_autograd_functions import (
     loss_of,
 )
 from tests.kitsune.differential.peculiar import PECULIAR, Peculiar
-from tests.kitsune.mends import FORMS, NEEDED, forms_of, take_back
+from tests.kitsune.mends import FORMS, MENDS, NEEDED, forms_of, take_back
 from tests.kitsune.test_double_backward import DETOURS, looping, smooth
-from tests.kitsune.training import Batch, Build, Training, adam, batch, plain_loop
+from tests.kitsune.test_storage import by_set, exchanging
+from tests.kitsune.training import Batch, Build, Training, adam, batch, compare, plain_loop
 
 _CHANGED_AT, _STEPS = 3, 5
 
@@ -44,12 +45,13 @@ class Around(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """A training, and the mends without which it goes wrong.
+    """A training that goes wrong without some mends.
 
     Attributes:
+        mends: these, by name.
         edit: called before each step, with its number.
         steps: how many there are.
-        verified_after: so many steps `kitsune.verify` is called.
+        verified_after: so many steps, `kitsune.verify` is called.
         in_passing: whether a comparison of the call alone shows it; else what the loop does beside is part of it.
     """
 
@@ -191,3 +193,15 @@ def test_verification_finds_what_a_mend_keeps_right(name: str, form: str) -> Non
     assert not differing(program.run(right), plain)
     assert not told(right)
     assert not program.verification(right).differences
+
+
+def test_a_mend_of_steps_that_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification compares replays, and this call has none: what plain PyTorch leaves tells."""
+    take_back(monkeypatch, "gradients of what was exchanged")
+    with pytest.raises(AssertionError, match=r"first.weight.exp_avg"):
+        compare("train_step", exchanging(by_set, "after"), steps=2, replays=0)
+
+
+def test_each_mend_is_taken_back() -> None:
+    taken = {name for program in PROGRAMS.values() for name in program.mends}
+    assert taken | {"gradients of what was exchanged"} == MENDS.keys()
