@@ -18,7 +18,7 @@ import torch
 from torch._dynamo import exc
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import DeletedVariable, TensorVariable
+from torch._dynamo.variables import DeletedVariable, TensorVariable, UserDefinedClassVariable
 from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.iter import IteratorVariable
@@ -213,6 +213,8 @@ def _refuse_attributes() -> Callable[..., Any]:
     def store_attr(effects: Any, stand_in: Any, name: str, value: Any, *args: Any, **options: Any) -> Any:
         if isinstance(stand_in, TensorVariable) and not _has_no_gradient_yet(stand_in, name, value):
             _refuse_setter(name)
+        if isinstance(stand_in, UserDefinedClassVariable):  # its objects would have the old one until the call ends
+            raise exc.Unsupported(f"the attribute {name!r} of a class ({stand_in.value.__qualname__}) is assigned")
         before = effects.store_attr_mutations.get(stand_in, {}).get(name)
         if isinstance(before, DeletedVariable) and not isinstance(value, DeletedVariable):
             raise exc.Unsupported(f"{name!r} is deleted and assigned again, which puts it last")

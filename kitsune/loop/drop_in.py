@@ -22,7 +22,7 @@ from kitsune.capture.data_parallel import Reduction, active_wrapper, refuse_redu
 from kitsune.capture.following import unfollowed
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.signature import call_signature
-from kitsune.capture.state import refuse_closure
+from kitsune.capture.state import note_step, refuse_closure
 from kitsune.capture.watch import (
     has_compiled_parts,
     refuse_function_modes,
@@ -342,7 +342,11 @@ class DropInLoop:
         return result
 
     def _settle_calls(self) -> None:
-        """Has calls run that were put off, and whose outputs may still be asked for: an update follows."""
+        """Has calls run that were put off, and whose outputs may still be asked for: an update follows.
+
+        Whether that is replayed, nothing is to show.
+        """
+        note_step(self._optimizer)
         for step in self._iteration:
             step.settle()
 
@@ -437,6 +441,7 @@ class DropInLoop:
             step.chooser.refuse(refusal)
         else:
             step.verified += 1
+        step.watch_backward(comparison.output)
         return True, comparison.output
 
     def _verified_update(self) -> bool:

@@ -17,7 +17,7 @@ from kitsune.execution.in_order import with_copies
 from kitsune.loop.alive import Alive
 from kitsune.loop.guarded_step import Call
 from kitsune.loop.rounding import change
-from kitsune.loop.split_step import SplitStep, leaves_of
+from kitsune.loop.split_step import SplitStep, leaves_of, roots_of
 from kitsune.loop.update_step import UpdateStep
 from kitsune.loop.verifying import Results, State, compare, is_comparable, put_off, spread, tensors_of
 from kitsune.verification import Difference
@@ -31,6 +31,9 @@ class CallComparison:
     The measure is the module itself, called as plain PyTorch and differentiated by autograd: nothing of it comes from
     the capture. That call and all others but the last are undone, with what they do to Python objects; the last one is
     the user's. Hooks of parameters and arguments, which belong to the user's backward pass, run in that alone.
+
+    Both go back from the outputs that the loop goes back from: the gradients of others are missing, which is no zero to
+    a function with a backward pass of its own.
 
     Attributes:
         output: of the last call.
@@ -101,7 +104,8 @@ class CallComparison:
     def _results(self, wanted: Mapping[str, Tensor], output: Any) -> dict[str, Tensor]:
         """The tensors in the output of a run, and gradients of what it started from."""
         leaves = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
-        roots = [leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is not None]
+        used = self._step.used_roots
+        roots = [root for place, root in enumerate(roots_of(output)) if not used or place in used]
         tangents = [_tangent(root, index) for index, root in enumerate(roots)]
         autocast = self._step.autocast
         grads: Sequence[Tensor | None] = ()

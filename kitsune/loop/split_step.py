@@ -75,6 +75,7 @@ class SplitStep(GuardedStep):
         self._graphs: CallGraphs | None = None
         self.used_at = 0  # the iteration of the latest call
         self.verified = 0  # replays of the present graphs that were compared with plain PyTorch
+        self.used_roots: set[int] = set()  # places of the outputs that the latest eager backward pass began from
         self._shortcut: CallShortcut | None = None
         self._num_shortcuts = 0  # so far
         self._fusing: Fusing | None = None  # of the present graphs, under way
@@ -120,8 +121,12 @@ class SplitStep(GuardedStep):
         """Learns from the backward pass of an eager call, before a replay meets that.
 
         Where it is differentiated, or runs inside of autocast at one time and outside at another, the signature is
-        refused.
+        refused. Comparisons go back from the same outputs.
         """
+        if self._config.verify:
+            self.used_roots = set()
+            for place, root in enumerate(roots_of(output)):
+                _note_use(root, place, self.used_roots)
         if self.chooser.settled:
             return
         for leaf in leaves_of(output):
@@ -472,6 +477,23 @@ def _other_autocast() -> Refusal:
         "backward() runs inside of autocast and was captured outside, or the other way round",
         remedy="call backward() outside of autocast always",
     )
+
+
+def _note_use(root: torch.Tensor, place: int, used: set[int]) -> None:
+    """Has `place` added to `used` once a gradient of `root` arrives in a backward pass."""
+    node, number = root.grad_fn, root.output_nr
+    assert node is not None
+
+    def note(tangents: Sequence[torch.Tensor | None]) -> None:
+        if tangents[number] is not None:
+            used.add(place)
+
+    node.register_prehook(note)
+
+
+def roots_of(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that gradients may come from."""
+    return [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
 def leaves_of(output: Any) -> list[Any]:

@@ -86,14 +86,23 @@ def reachable(roots: Iterable[tuple[str, object]]) -> Iterator[tuple[Holder, Con
 
 def holders(name: str, subject: object, *, is_root: bool = False) -> Iterator[Holder]:
     """What a single object holds."""
-    for kind, read, write in _CONTAINERS:
-        if isinstance(subject, kind):
-            yield Holder(name, subject, "members", read, write)
-            break
+    container = _container(name, subject)
+    if container is not None:
+        yield container
     if isinstance(subject, types.FunctionType):
         yield from _of_function(name, subject)
     elif is_root or isinstance(subject, torch.nn.Module) or _is_users(type(subject)):
         yield from _of_instance(name, subject)
+
+
+def _container(name: str, subject: object) -> Holder | None:
+    if isinstance(subject, OrderedDict):
+        order = tuple(dict.keys(subject))
+        return Holder(name, subject, "members", _read_ordered, functools.partial(_write_ordered, order))
+    for kind, read, write in _CONTAINERS:
+        if isinstance(subject, kind):
+            return Holder(name, subject, "members", read, write)
+    return None
 
 
 def is_plain(value: object) -> bool:
@@ -197,10 +206,18 @@ def _write_items(mapping: dict[Any, Any], content: Content) -> None:
         dict.update(mapping, content)
 
 
-def _write_ordered(mapping: OrderedDict[Any, Any], content: Content) -> None:
+def _read_ordered(mapping: OrderedDict[Any, Any]) -> Content:
+    return tuple(OrderedDict.items(mapping))
+
+
+def _write_ordered(order: tuple[Any, ...], mapping: OrderedDict[Any, Any], content: Content) -> None:
+    """Puts back also the `order` of the dictionary beneath, which Dynamo guards and `move_to_end` leaves alone."""
+    values = dict(content)
     OrderedDict.clear(mapping)
-    for key, value in content:
-        OrderedDict.__setitem__(mapping, key, value)
+    for key in order:
+        OrderedDict.__setitem__(mapping, key, values[key])
+    for key, _ in content:
+        OrderedDict.move_to_end(mapping, key)
 
 
 def _read_sequence(sequence: Iterable[Any]) -> Content:
@@ -256,7 +273,6 @@ def _write_generator(generator: torch.Generator, content: Content) -> None:
 
 
 _CONTAINERS: tuple[tuple[type, Callable[[Any], Content], Callable[[Any, Content], None]], ...] = (
-    (OrderedDict, lambda mapping: tuple(OrderedDict.items(mapping)), _write_ordered),
     (dict, _read_items, _write_items),
     (list, _read_sequence, _write_list),
     (deque, _read_sequence, _write_deque),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -392,6 +393,37 @@ def test_what_went_before_the_graph_is_compared_too(monkeypatch: pytest.MonkeyPa
     assert plain.run(6) == spoilt.run(6)
     (refusal,) = [one for one in spoilt.status().refusals if "differed" in one]
     assert "first.bias.grad: off by" in refusal
+
+
+def test_the_first_replay_of_an_iteration_may_be_the_one_that_is_compared() -> None:
+    done = training("drop_in")
+    done.run(2)
+    found = verification(done, 2)
+    assert found.agrees, found
+
+
+class RecentlyUsed(Net):
+    """Scales its output by what was used least recently of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = OrderedDict([("a", 0.9), ("b", 1.2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = next(iter(self.recent))
+        self.recent.move_to_end(name)
+        return super().forward(x) * self.recent[name]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dictionaries_in_another_order_are_put_back_so_that_guards_hold(form: str, counted: list[str]) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = RecentlyUsed()
+        return model, adam(model)
+
+    done = compare(form, build, steps=8, replays=5, verify=8)
+    assert counted.count("compared") >= 5
+    assert not [one for one in done.status().refusals if "differed" in one]
 
 
 @pytest.mark.parametrize("verified", ["generator", "critic"])

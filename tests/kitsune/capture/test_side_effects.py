@@ -231,6 +231,11 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: {1, 2, 3}, "c.clear(); c.add(4)", "the call changes a set"),
     (lambda: {1, 2, 3}, "c.pop(); c.add(1)", r"pop\(\) of a set"),
     (Record, "del c.a; c.a = 2.0", "'a' is deleted and assigned again"),
+    (
+        lambda: type("Own", (Record,), {})(),
+        "type(c).total = 3.0",
+        "the attribute 'total' of a class .*Own.* is assigned",
+    ),
     (numbers, "self.kept = self.linear.weight.grad", "the call keeps what is in .*grad"),
     (numbers, "self.linear.weight.grad = None", "the attribute 'grad' of a tensor is assigned"),
     (numbers, "self.linear.weight.__setattr__('data', h.detach())", r"__setattr__\(\) of a tensor"),

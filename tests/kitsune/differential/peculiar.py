@@ -5,6 +5,7 @@ Each of them keeps the shape of what it is given, and `change` is what may happe
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,41 @@ class IsTheSame(UnderTwoNames):
         return x * self.weight * (0.8 if self.settings is FIRST else 1.1)
 
 
+def _factor() -> Callable[[], float]:
+    return lambda: 1.0
+
+
+ONE, OTHER = _factor(), _factor()
+
+
+class TellsFunctionsApart(Peculiar):
+    """Two functions of the same code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = ONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (0.8 if self.function is OTHER else 1.1)
+
+    def change(self) -> None:
+        self.function = OTHER if self.function is ONE else ONE
+
+
+class SignOfZero(Peculiar):
+    """A number that is equal to what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = (0.0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (1 + math.copysign(0.1, self.zero[0]))
+
+    def change(self) -> None:
+        self.zero = (-self.zero[0], 1)
+
+
 class MissingAttribute(Peculiar):
     """A key of `__dict__` that comes and goes."""
 
@@ -73,6 +109,29 @@ class MissingAttribute(Peculiar):
             del self.factor
         else:
             self.factor = 1.25
+
+
+class ReplacedMethod(Peculiar):
+    """A method of a class that gives way to another one, as when it is patched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: Any = type("Settings", (), {"factor": _nine_tenths})()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.settings.factor()
+
+    def change(self) -> None:
+        kind = type(self.settings)
+        kind.factor = _more if kind.factor is _nine_tenths else _nine_tenths
+
+
+def _nine_tenths(settings: object) -> float:
+    return 0.9
+
+
+def _more(settings: object) -> float:
+    return 1.2
 
 
 class MissingKey(Peculiar):
@@ -141,6 +200,21 @@ class Counts(Peculiar):
         return [*map(float, self.history), float(self.seen.get("calls", 0))]
 
 
+class AssignsToAClass(Peculiar):
+    """Its object has another attribute from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: Any = type("Settings", (), {"turn": 0})()
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self.settings).turn = 1 - self.settings.turn
+        return x * self.weight * (1.1 if self.settings.turn else 0.9)
+
+    def numbers(self) -> list[float]:
+        return [self.settings.turn]
+
+
 class KeepsATensor(Peculiar):
     """What it has computed the last time is an attribute."""
 
@@ -155,6 +229,17 @@ class KeepsATensor(Peculiar):
 
     def numbers(self) -> list[float]:
         return [0.0 if self.last is None else float(self.last)]
+
+
+class FirstOfSet(Peculiar):
+    """The order of a set is that of its members' hashes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = [1, 8]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (1 + 0.05 * next(iter(set(self.members))))
 
 
 # What the loop changes by turns
@@ -219,7 +304,7 @@ class _Two(torch.autograd.Function):
 
 
 class _Rounded(torch.autograd.Function):
-    """Straight through; transforms of functions take those that are written like this."""
+    """Almost straight through; transforms of functions take those that are written like this."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -231,7 +316,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
+        return grads[0] * 1.5
 
 
 class _Product(torch.autograd.Function):
@@ -285,6 +370,10 @@ def _with_gradient(x: Tensor, weight: Tensor) -> Tensor:
     return x + torch.func.grad(lambda y: _Rounded.apply(y * weight).square().sum())(x) * 0.1
 
 
+def _asking(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight + torch.func.grad(lambda y: (y.sin() * (0.2 if y.requires_grad else 0.3)).sum())(x)
+
+
 def _mapped(x: Tensor, weight: Tensor) -> Tensor:
     return torch.vmap(lambda item: item * weight + item.mean())(x)
 
@@ -309,20 +398,26 @@ WITHOUT_STATE: dict[str, Callable[[], nn.Module]] = {
     "wanted gradients": _of(_Product.apply),
     "saved result": _of(lambda x, weight: x * weight + _Exponential.apply(x)[0]),
     "gradient in the call": _of(_with_gradient),
+    "asks in the call": _of(_asking),
     "mapped": _of(_mapped),
 }
 
-TRANSFORMS = ("gradient in the call", "mapped")
+TRANSFORMS = ("gradient in the call", "asks in the call", "mapped")
 
 WITH_STATE: dict[str, Callable[[], nn.Module]] = {
     "under two names": UnderTwoNames,
     "is the same": IsTheSame,
+    "tells functions apart": TellsFunctionsApart,
+    "sign of zero": SignOfZero,
     "missing attribute": MissingAttribute,
+    "replaced method": ReplacedMethod,
     "missing key": MissingKey,
     "recently used": RecentlyUsed,
     "turned round": TurnedRound,
     "counts": Counts,
+    "assigns to a class": AssignsToAClass,
     "keeps a tensor": KeepsATensor,
+    "first of a set": FirstOfSet,
     "experts": Experts,
     "frozen by turns": FrozenByTurns,
     "momentum by turns": Momentum,
@@ -331,15 +426,6 @@ WITH_STATE: dict[str, Callable[[], nn.Module]] = {
 }
 
 PECULIAR = {**WITHOUT_STATE, **WITH_STATE}
-
-STILL_WRONG = {
-    "absent gradients": ("drop_in", "drop_in, deferred", "train_step"),
-    "exchanged memory": ("drop_in", "drop_in, deferred", "train_step"),
-    "looks at gradients": ("train_step",),
-    "missing attribute": ("drop_in", "drop_in, deferred", "train_step"),
-    "recently used": ("drop_in", "drop_in, deferred", "train_step"),
-}
-"""Those that replays do not follow yet, by form. They are not drawn; their tests tell when that has changed."""
 
 
 def change_all(model: nn.Module) -> None:

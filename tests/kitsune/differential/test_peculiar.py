@@ -7,14 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kitsune.differential.agreement import run_both
-from tests.kitsune.differential.peculiar import PECULIAR, STILL_WRONG, Peculiar
+from tests.kitsune.differential.peculiar import PECULIAR, Peculiar
 from tests.kitsune.differential.programs import Program
 
 FORMS = {"drop_in": False, "drop_in, deferred": True, "train_step": False}
 ONCE = ((4, "change_layers"),)
-CHANGING = sorted(
-    name for name, make in PECULIAR.items() if type(make()).change is not Peculiar.change and name not in STILL_WRONG
-)
+CHANGING = sorted(name for name, make in PECULIAR.items() if type(make()).change is not Peculiar.change)
 
 
 def check(name: str, form: str, **options: object) -> None:
@@ -33,14 +31,8 @@ def check(name: str, form: str, **options: object) -> None:
 
 
 @pytest.mark.support("Models", "rules of their own for gradients, exchanged memory, state in containers", "replayed")
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        pytest.param(name, form, marks=pytest.mark.xfail(strict=True) if form in STILL_WRONG.get(name, ()) else ())
-        for name in PECULIAR
-        for form in FORMS
-    ],
-)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PECULIAR)
 def test_it_does_what_it_does_by_hand(name: str, form: str) -> None:
     check(name, form, events=ONCE)
 

@@ -148,6 +148,24 @@ def test_what_a_run_has_changed_is_put_back_and_told(name: str) -> None:
     assert changes(kept, changed, changed).names == ()
 
 
+@pytest.mark.parametrize("change", ["the order of keys", "the oldest key", "a key that was taken out"])
+def test_ordered_dictionaries_have_both_of_their_orders_back(change: str) -> None:
+    """The dictionary beneath keeps the order in which keys were put there; guards of Dynamo look at that."""
+    model = Model()
+    model.recent.move_to_end("a")
+    both = [*OrderedDict.keys(model.recent)], [*dict.keys(model.recent)]
+    assert both[0] != both[1]
+    state = PythonState([("model", model)])
+    kept = state.save()
+    if change == "a key that was taken out":
+        model.recent["b"] = model.recent.pop("b")
+    else:
+        CHANGES[change](model)
+        CHANGES[change](model)
+    state.load(kept)
+    assert ([*OrderedDict.keys(model.recent)], [*dict.keys(model.recent)]) == both
+
+
 def test_names_tell_the_way() -> None:
     model = Model()
     state = PythonState([("model", model)])
