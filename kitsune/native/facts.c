@@ -71,19 +71,29 @@ static unsigned int version_of(PyTypeObject *type)
     return type->tp_version_tag;
 }
 
+/* NOTED_BY_PYTHON in facts.py */
+static int is_noted_by_python(PyObject *name)
+{
+    return PyUnicode_Check(name) && (PyUnicode_CompareWithASCIIString(name, "__annotations__") == 0 ||
+                                     PyUnicode_CompareWithASCIIString(name, "__slotnames__") == 0);
+}
+
 static int has_attributes(PyObject *dict, PyObject *names, PyObject *expected)
 {
-    if (PyDict_Size(dict) != PyTuple_GET_SIZE(names))
-        return 0;
+    Py_ssize_t count = PyTuple_GET_SIZE(names);
     PyObject *name, *value;
     Py_ssize_t position = 0, place = 0;
     while (PyDict_Next(dict, &position, &name, &value)) {
+        if (is_noted_by_python(name))
+            continue;
+        if (place == count)
+            return 0;
         PyObject *wanted = PyTuple_GET_ITEM(expected, place + 1);
         if (name != PyTuple_GET_ITEM(names, place) || (wanted != Py_Ellipsis && value != wanted))
             return 0;
         place++;
     }
-    return 1;
+    return place == count;
 }
 
 static int is_defined(Fact *fact)

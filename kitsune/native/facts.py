@@ -6,12 +6,13 @@ What a captured step depends on is a hundred or more facts of a few kinds. Their
 
 from __future__ import annotations
 
-import copyreg
 import operator
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
+
+NOTED_BY_PYTHON = frozenset({"__annotations__", "__slotnames__"})
+"""Attributes that Python puts into a class when somebody first asks for annotations, or copies or pickles an object."""
 
 
 class Kind(IntEnum):
@@ -68,18 +69,12 @@ def contents(mapping: dict[Any, Any]) -> Fact:
 
 
 def definition(kind: type) -> Fact:
-    """The class has the bases, and the attributes by name, that it has; functions and descriptors are the same."""
-    _note_all(kind)
-    return Fact(
-        Kind.DEFINITION, kind, tuple(vars(kind)), (kind.__mro__, *map(_what_runs, vars(kind), vars(kind).values()))
-    )
+    """The class has the bases, and the attributes by name, that it has; functions and descriptors are the same.
 
-
-def _note_all(kind: type) -> None:
-    """Has Python put into the class what it would at the first use: for copies and pickles, and for its annotations."""
-    copyreg._slotnames(kind)  # type: ignore[attr-defined]
-    with suppress(AttributeError, TypeError):  # some classes have none, and say so in their own way
-        kind.__annotations__  # noqa: B018 - reading makes it
+    Left out is `NOTED_BY_PYTHON`.
+    """
+    own = _own(kind)
+    return Fact(Kind.DEFINITION, kind, tuple(own), (kind.__mro__, *map(_what_runs, own, own.values())))
 
 
 def absence(mapping: dict[Any, Any], key: object) -> Fact:
@@ -126,6 +121,11 @@ def _are_same(found: Collection[object], expected: tuple[object, ...]) -> bool:
     return len(found) == len(expected) and all(map(operator.is_, found, expected))
 
 
+def _own(kind: type) -> dict[str, object]:
+    """The attributes of the class itself."""
+    return {name: value for name, value in vars(kind).items() if name not in NOTED_BY_PYTHON}
+
+
 def _what_runs(name: str, value: object) -> object:
     """An attribute of a class, if Python may run it where nobody names it; `...` for all others."""
     is_special = name.startswith("__") and callable(value)
@@ -133,9 +133,10 @@ def _what_runs(name: str, value: object) -> object:
 
 
 def _is_defined(kind: type, names: tuple[str, ...], expected: tuple[object, ...]) -> bool:
-    if kind.__mro__ is not expected[0] or not _are_same(vars(kind).keys(), names):
+    own = _own(kind)
+    if kind.__mro__ is not expected[0] or not _are_same(own.keys(), names):
         return False
-    found = zip(vars(kind).values(), expected[1:], strict=True)
+    found = zip(own.values(), expected[1:], strict=True)
     return all(wanted is ... or value is wanted for value, wanted in found)
 
 

@@ -30,7 +30,9 @@ _OPENED = frozenset({"collections", "argparse", "types"})
 
 _PARTS_OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})
 
-_OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "__annotations__"})
+_OF_CLASSES = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__slots__", "__annotations__", "__slotnames__"}
+)
 
 
 @dataclass(frozen=True)
