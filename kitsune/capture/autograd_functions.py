@@ -210,10 +210,11 @@ class _Inspector:
         return build
 
     def _note(self, source: Source | None) -> None:
+        if source is None:
+            return
         for look in self._looks:
-            if source is not None:
-                (look.early if look.late is None else look.late)[source] = None
-        for read in self._checkpoints if source is not None else ():
+            (look.early if look.late is None else look.late)[source] = None
+        for read in self._checkpoints:
             read[source] = None
 
 
