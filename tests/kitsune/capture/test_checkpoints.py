@@ -489,3 +489,63 @@ def peak_bytes(form: str, call: Call) -> int:
 @pytest.mark.parametrize("form", FORMS)
 def test_replays_on_a_gpu_take_less_memory(form: str) -> None:
     assert peak_bytes(form, once) < 0.8 * peak_bytes(form, plainly)
+
+
+SETTINGS = {"factor": 1.0}
+
+
+class Scaled(nn.Module):
+    """What lies in its checkpoint depends on something that is no tensor, and so do its gradients."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.first, self.last, self.factor = nn.Linear(4, 4), nn.Linear(4, 3), 1.0
+        factor = 1.0
+
+        def set_factor(value: float) -> None:
+            nonlocal factor
+            factor = self.factor = SETTINGS["factor"] = value
+
+        places: dict[str, Callable[[], float]] = {
+            "attribute": lambda: self.factor,
+            "global": lambda: SETTINGS["factor"],
+            "closure": lambda: factor,
+        }
+        self.read, self.set_factor = places[place], set_factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, x, use_reentrant=False))
+
+    def block(self, x: Tensor) -> Tensor:
+        return (self.first(x).sin() * self.read()).sin()
+
+
+@pytest.mark.parametrize("defer_loss", [False, True])
+@pytest.mark.parametrize("place", ["attribute", "global", "closure"])
+def test_what_a_checkpoint_reads_changes_before_its_backward_pass(place: str, defer_loss: bool) -> None:
+    """Plain PyTorch computes again with what is there then; a replay would not."""
+    model = Scaled(place)
+    model.set_factor(1.0)
+    training = Training("drop_in", model, sgd(model), defer_loss=defer_loss)
+    training.run(4)
+    assert training.status().replays >= 2
+    (x, y), _ = batch(4)
+    for error in (True, False):
+        training.optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        model.set_factor(2.0)
+        if error:
+            with pytest.raises(kitsune.KitsuneError, match="a checkpoint of the model reads has changed since"):
+                loss.backward()
+        else:
+            loss.backward()
+        model.set_factor(1.0)
+    assert "changes after the call" in training.status().reason
+    found = model.first.weight.grad
+    plain = Scaled(place)
+    plain.load_state_dict(model.state_dict())
+    loss = functional.cross_entropy(plain(x), y)
+    plain.set_factor(2.0)
+    loss.backward()
+    assert found is not None
+    assert torch.equal(found, plain.first.weight.grad)  # type: ignore[arg-type]
