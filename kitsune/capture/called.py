@@ -8,6 +8,7 @@ environment of the process stays as it is. Where it meets these is private.
 from __future__ import annotations
 
 import abc
+import enum
 import functools
 import os
 import sys
@@ -29,7 +30,11 @@ from kitsune.native.facts import Fact, absence, attribute, definition, item, res
 
 _IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
 
-_NUMPY = "the type of a number or an array of NumPy's is asked, which Dynamo takes for one another"
+_NUMPY = "the type of a number or an array of NumPy's is asked, or its length, of which Dynamo guards nothing"
+
+_ASKED_OF_MEMBERS = ("__bool__", "__format__", "__str__", "__repr__", "__eq__", "__hash__", "__len__", "__add__")
+
+_NOT_THE_MODELS = ("abc", "builtins", "enum", "pybind11_builtins", "torch", "typing")
 
 
 class Called:
@@ -72,6 +77,8 @@ class Called:
                 self.note_question(kind)
         elif isinstance(kinds, types.UnionType):
             self.note_question(get_args(kinds))
+        elif getattr(kinds, "_is_protocol", False):
+            raise exc.Unsupported("whether an object has what a Protocol names is asked")
         elif not isinstance(kinds, type) or isinstance(kinds, abc.ABCMeta):
             self._asks_abstract_classes = True
 
@@ -127,10 +134,32 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
     def noting_classes(builder: Any, value: Any) -> Any:
         if isinstance(value, slice) and any(map(_is_numpy, (value.start, value.stop, value.step))):
             raise exc.Unsupported(_NUMPY)
+        _refuse_own_rules(value)
         called.note_class(value if isinstance(value, type) else type(value))
         return wrap(builder, value)
 
     return noting_classes
+
+
+def _refuse_own_rules(value: object) -> None:
+    """Of classes and enumerations, whose own methods Dynamo runs once while it captures, without a look into them."""
+    if isinstance(value, type) and any(map(_is_own, type(value).__mro__)):
+        raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
+    if isinstance(value, enum.Enum):
+        kind = type(value)
+        for name in _ASKED_OF_MEMBERS:
+            method = getattr(kind, name, None)
+            if isinstance(method, types.FunctionType) and _is_own(method):
+                raise exc.Unsupported(f"the enumeration {kind.__name__} has a {name}() of its own")
+        if isinstance(value.value, (list, dict, set)):
+            raise exc.Unsupported(
+                f"a member of the enumeration {kind.__name__} stands for a container, which may change"
+            )
+
+
+def _is_own(subject: Any) -> bool:
+    """Whether a class or a function is neither Python's nor torch's."""
+    return subject.__module__.partition(".")[0] not in _NOT_THE_MODELS
 
 
 def _noting_functions(called: Called) -> Callable[..., Any]:
@@ -219,7 +248,7 @@ def _noting_questions(called: Called) -> Callable[..., Any]:
     call: Callable[..., Any] = BuiltinVariable.call_function
 
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if variable.fn in (isinstance, type) and args and _is_of_numpy(args[0]):
+        if variable.fn in (isinstance, type, len) and args and _is_of_numpy(args[0]):
             raise exc.Unsupported(_NUMPY)
         if variable.fn in (isinstance, issubclass) and len(args) == 2:
             try:

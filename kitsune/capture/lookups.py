@@ -177,6 +177,14 @@ def _guard_question_of_dictionary() -> Callable[..., Any]:
     return call_method
 
 
+def guard_absence(variable: Any, name: str) -> bool:
+    """Guards that an object has no attribute of a name; False, and nothing is guarded, if it has one or may have."""
+    if not _is_missing(variable.value, name):
+        return False
+    _install(variable.source, GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+    return True
+
+
 def _is_missing(value: object, name: str) -> bool:
     """Whether neither an object nor its classes have an attribute, as far as can be seen without running any code."""
     if name in ("__dict__", "__class__") or any(name in vars(kind) for kind in type(value).__mro__):

@@ -18,10 +18,17 @@ import torch
 from torch._dynamo import exc
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import DeletedVariable, TensorVariable, UserDefinedClassVariable
+from torch._dynamo.variables import (
+    DeletedVariable,
+    TensorVariable,
+    UserDefinedClassVariable,
+    UserDefinedObjectVariable,
+)
 from torch._dynamo.variables.base import ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.iter import IteratorVariable
+
+from kitsune.capture.lookups import guard_absence
 
 _PARTS = ("_base_vt", "_dict_vt", "_list_vt", "_set_vt")
 """Where the stand-in for an object of a class that is made of a container has that for the container."""
@@ -216,6 +223,10 @@ def _refuse_attributes() -> Callable[..., Any]:
         if isinstance(stand_in, UserDefinedClassVariable):  # its objects would have the old one until the call ends
             raise exc.Unsupported(f"the attribute {name!r} of a class ({stand_in.value.__qualname__}) is assigned")
         before = effects.store_attr_mutations.get(stand_in, {}).get(name)
+        is_object = isinstance(stand_in, UserDefinedObjectVariable) and stand_in.source is not None
+        is_taken_back = before is not None and isinstance(value, DeletedVariable)
+        if is_object and is_taken_back and not guard_absence(stand_in, name):
+            raise exc.Unsupported(f"{name!r}, which was there before, is assigned and deleted")
         if isinstance(before, DeletedVariable) and not isinstance(value, DeletedVariable):
             raise exc.Unsupported(f"{name!r} is deleted and assigned again, which puts it last")
         return store(effects, stand_in, name, value, *args, **options)

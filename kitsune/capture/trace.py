@@ -82,8 +82,10 @@ def gradients(
     As in a backward pass inside of `autocast`; outside of it for None. To be called while tracing.
 
     Raises:
-        RefusedError: one is sparse, unless it `may_be_sparse`.
+        RefusedError: there are no inputs, or one gradient is sparse, unless it `may_be_sparse`.
     """
+    if not inputs:
+        raise RefusedError(Refusal("no parameter that is trained takes part"))
     within = torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None)
     with within, fx.traceback.annotate(BACKWARD):
         grads: list[torch.Tensor | None] = list(torch.autograd.grad(outputs, inputs, tangents, allow_unused=True))

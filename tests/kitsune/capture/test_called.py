@@ -137,18 +137,6 @@ def test_data_of_a_class_that_is_not_read_may_change() -> None:
     assert len(runner.graphs) == 3
 
 
-def test_a_class_with_a_metaclass_that_comes_to_answer() -> None:
-    def build() -> Any:
-        meta: Any = type("Meta", (type,), {})
-        kind = meta("Kind", (), {})
-        return (
-            lambda x: x * (2.0 if isinstance("", kind) else 1.0),
-            lambda: setattr(meta, "__instancecheck__", lambda kind, it: True),
-        )
-
-    noticed(build)
-
-
 def abstract(own: bool) -> Any:
     kind: Any = abc.ABCMeta("Abstract", (), {}) if own else collections.abc.Sequence
     subject = type("Subject", (), {})
