@@ -143,7 +143,7 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
 
 def _refuse_own_rules(value: object) -> None:
     """Of classes and enumerations, whose own methods Dynamo runs once while it captures, without a look into them."""
-    if isinstance(value, type) and any(map(_is_own, type(value).__mro__)):
+    if isinstance(value, type) and any(_is_own(kind) for kind in _metaclasses(value)):
         raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
     if isinstance(value, enum.Enum):
         kind = type(value)
@@ -155,6 +155,11 @@ def _refuse_own_rules(value: object) -> None:
             raise exc.Unsupported(
                 f"a member of the enumeration {kind.__name__} stands for a container, which may change"
             )
+
+
+def _metaclasses(kind: type) -> tuple[type, ...]:
+    meta: type = type(kind)
+    return meta.__mro__
 
 
 def _is_own(subject: Any) -> bool:
