@@ -23,7 +23,7 @@ class Accumulators:
         self._spec = spec
         self._calls = 0
         self._with_gradient: set[int] = set()
-        self._num_references: dict[int, tuple[int, int]] = {}  # to the sums, when the latest call began
+        self._num_references: dict[int, tuple[int, int]] = {}  # to the sums, while an eager call runs
         self._kept: set[int] = set()  # the sums that somebody has kept since
 
     def phase(self) -> Phase:
@@ -67,9 +67,13 @@ class Accumulators:
 
         Parameters that were frozen since keep what they have.
         """
-        self._num_references = {key: _num_references(total) for key, total in self.sums.items()}
         for param in self._spec.owned():
             param.grad = self.sums[id(param)] if id(param) in self._with_gradient else None
+
+    def attach_and_watch(self) -> None:
+        """As `attach`, for an eager call, whose code may keep one of the sums."""
+        self._num_references.update((key, _num_references(total)) for key, total in self.sums.items())
+        self.attach()
 
     def detach(self) -> None:
         """Takes from `.grad` what autograd has added."""
@@ -109,6 +113,7 @@ class Accumulators:
             before = self._num_references.get(key)
             if before is not None and any(map(operator.gt, _num_references(total), before)):
                 self._kept.add(key)
+        self._num_references.clear()
 
 
 def _num_references(tensor: torch.Tensor) -> tuple[int, int]:

@@ -262,7 +262,7 @@ class StepLoop:
         spec = self._spec
         spec.optimizer.zero_grad(set_to_none=True)
         if phase != "whole":
-            self._accumulators.attach()
+            self._accumulators.attach_and_watch()
         num_checkpoints, addresses = _num_checkpoints(), _addresses(spec.params())
         loss = spec.loss(args, kwargs)
         if not self._is_reentrant and _num_checkpoints() > num_checkpoints:

@@ -47,9 +47,9 @@ def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
 def test_only_the_loops_that_are_no_defaults_say_so() -> None:
     for precision in ("fp32", "amp"):
         for form, expected in (
-            ("dropin", kitsune.Config()),
-            ("deferred", kitsune.Config(defer_loss=True)),
-            ("dropin_unfused", kitsune.Config(num_streams=1, enable_fusion=False)),
+            ("dropin", kitsune.Config(setup_share=1.0)),
+            ("deferred", kitsune.Config(setup_share=1.0, defer_loss=True)),
+            ("dropin_unfused", kitsune.Config(setup_share=1.0, num_streams=1, enable_fusion=False)),
         ):
             variant = variants.get(f"kitsune_{form}_{precision}")
             loop = start(variant, prepare(variant, "mlp", 2, CPU))
@@ -81,12 +81,12 @@ def test_only_the_whole_steps_that_do_without_say_so(monkeypatch: pytest.MonkeyP
             variant = variants.get(f"kitsune_{form}_{precision}")
             start(variant, prepare(variant, "mlp", 2, CPU))
     assert given == [
-        {"enable_amp": False},
-        {"enable_amp": False, "num_streams": 1},
-        {"enable_amp": False, "num_streams": 1, "enable_fusion": False},
-        {"enable_amp": True},
-        {"enable_amp": True, "num_streams": 1},
-        {"enable_amp": True, "num_streams": 1, "enable_fusion": False},
+        {"enable_amp": False, "setup_share": 1.0},
+        {"enable_amp": False, "setup_share": 1.0, "num_streams": 1},
+        {"enable_amp": False, "setup_share": 1.0, "num_streams": 1, "enable_fusion": False},
+        {"enable_amp": True, "setup_share": 1.0},
+        {"enable_amp": True, "setup_share": 1.0, "num_streams": 1},
+        {"enable_amp": True, "setup_share": 1.0, "num_streams": 1, "enable_fusion": False},
     ]
 
 
