@@ -140,13 +140,18 @@ def test_a_hook_within_a_transform(transform: str) -> None:
 
 
 def test_gradients_of_a_functional_call() -> None:
+    """torch goes through a set of the parameters' names, whose order Python chooses anew for each process: where that is
+    not the order in which they were added, such a call runs as plain PyTorch.
+    """
+
     def forward(parts: Parts, x: Tensor) -> Tensor:
         h = parts.first(x)
         params = dict(parts.other.named_parameters())
         found = grad(lambda given: functional_call(parts.other, given, (h,)).square().sum())(params)
         return parts.last(h + found["weight"].sum(0))
 
-    alike("drop_in", built(forward), steps=4)
+    training = alike("drop_in", built(forward), steps=4, replays=0)
+    assert training.status().replays or "the order of a set" in reasons(training)
 
 
 def test_without_requires_grad_as_it_is_results_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
