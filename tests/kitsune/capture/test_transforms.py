@@ -140,9 +140,7 @@ def test_a_hook_within_a_transform(transform: str) -> None:
 
 
 def test_gradients_of_a_functional_call() -> None:
-    """torch goes through a set of names, whose order Python chooses anew for each process: where that is not the order in
-    which they were added, such a call runs as plain PyTorch.
-    """
+    """torch goes through a set of names, whose order Python chooses anew for each process: such a call may be refused."""
 
     def forward(parts: Parts, x: Tensor) -> Tensor:
         h = parts.first(x)
