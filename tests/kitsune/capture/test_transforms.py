@@ -140,7 +140,7 @@ def test_a_hook_within_a_transform(transform: str) -> None:
 
 
 def test_gradients_of_a_functional_call() -> None:
-    """torch goes through a set of names, whose order Python chooses anew for each process: such a call may be refused."""
+    """torch goes through a set of names, whose order Python chooses in each process: the call may be refused."""
 
     def forward(parts: Parts, x: Tensor) -> Tensor:
         h = parts.first(x)
