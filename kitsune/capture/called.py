@@ -34,7 +34,7 @@ _NUMPY = "the type of a number or an array of NumPy's is asked, or its length, o
 
 _ASKED_OF_MEMBERS = ("__bool__", "__format__", "__str__", "__repr__", "__eq__", "__hash__", "__len__", "__add__")
 
-_NOT_THE_MODELS = ("abc", "builtins", "enum", "pybind11_builtins", "torch", "typing")
+_NOT_THE_MODELS = sys.stdlib_module_names | {"pybind11_builtins", "torch"}
 
 
 class Called:
@@ -163,7 +163,7 @@ def _metaclasses(kind: type) -> tuple[type, ...]:
 
 
 def _is_own(subject: Any) -> bool:
-    """Whether a class or a function is neither Python's nor torch's."""
+    """Whether a class or a function is neither of Python's library nor torch's."""
     return subject.__module__.partition(".")[0] not in _NOT_THE_MODELS
 
 
