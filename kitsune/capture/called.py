@@ -34,6 +34,12 @@ _NUMPY = "the type of a number or an array of NumPy's is asked, or its length, o
 
 _ASKED_OF_MEMBERS = ("__bool__", "__format__", "__str__", "__repr__", "__eq__", "__hash__", "__len__", "__add__")
 
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_ARITHMETIC = (
+    *(f"__{prefix}{name}__" for name in _OPERATORS for prefix in ("", "r")),
+    *(f"__{name}__" for name in ("neg", "pos", "abs", "eq", "lt", "le", "gt", "ge")),
+)
+
 _NOT_THE_MODELS = sys.stdlib_module_names | {"pybind11_builtins", "torch"}
 
 
@@ -142,19 +148,32 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
 
 
 def _refuse_own_rules(value: object) -> None:
-    """Of classes and enumerations, whose own methods Dynamo runs once while it captures, without a look into them."""
-    if isinstance(value, type) and any(_is_own(kind) for kind in _metaclasses(value)):
-        raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
-    if isinstance(value, enum.Enum):
-        kind = type(value)
+    """Of classes, enumerations and numbers, whose own methods Dynamo runs once while it captures, or leaves out."""
+    kind = type(value)
+    if isinstance(value, type):
+        if any(_is_own(meta) for meta in _metaclasses(value)):
+            raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
+        if _own_method(value, "__class_getitem__"):
+            raise exc.Unsupported(f"the class {value.__name__} has a __class_getitem__() of its own")
+    elif isinstance(value, enum.Enum):
         for name in _ASKED_OF_MEMBERS:
-            method = getattr(kind, name, None)
-            if isinstance(method, types.FunctionType) and _is_own(method):
+            if _own_method(kind, name):
                 raise exc.Unsupported(f"the enumeration {kind.__name__} has a {name}() of its own")
         if isinstance(value.value, (list, dict, set)):
-            raise exc.Unsupported(
-                f"a member of the enumeration {kind.__name__} stands for a container, which may change"
-            )
+            raise exc.Unsupported(f"a member of the enumeration {kind.__name__} stands for a container")
+    elif isinstance(value, (int, float)):
+        for name in _ARITHMETIC:
+            if _own_method(kind, name):
+                raise exc.Unsupported(f"the number of class {kind.__name__} has a {name}() of its own")
+        if value != value:
+            raise exc.Unsupported("a NaN is read, which containers know by its identity")
+
+
+def _own_method(kind: type, name: str) -> bool:
+    """Whether a class has a method that is written in Python, outside of Python's library and torch."""
+    method = getattr(kind, name, None)
+    function = getattr(method, "__func__", method)
+    return isinstance(function, types.FunctionType) and _is_own(function)
 
 
 def _metaclasses(kind: type) -> tuple[type, ...]:
@@ -242,7 +261,8 @@ def _refusing_classes_of_numpy() -> Callable[..., Any]:
 def _is_of_numpy(variable: Any) -> bool:
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
         return _is_numpy(variable.peek_value())
-    return isinstance(LazyVariableTracker.realize_all(variable), NumpyNdarrayVariable)
+    inside = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+    return isinstance(inside, NumpyNdarrayVariable)
 
 
 def _is_numpy(value: object) -> bool:

@@ -14,6 +14,7 @@ from unittest import mock
 from torch._dynamo import exc, polyfills, variables
 from torch._dynamo.variables import BuiltinVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
+from torch.nn.utils import stateless
 
 SetVariable: Any = vars(variables)["SetVariable"]  # in which module they are depends on the version of torch
 FrozensetVariable: Any = vars(variables)["FrozensetVariable"]
@@ -23,6 +24,8 @@ _UNORDERED = (set, frozenset, sorted, min, max, len, bool)
 
 _POLYFILLS = polyfills.__file__.removesuffix("__init__.py")
 """Where Dynamo has Python code for functions that are written in C."""
+
+_STATELESS = stateless.__file__
 
 
 class _Reading:
@@ -122,8 +125,11 @@ def _is_unordered(code: Any) -> bool:
 def _refuse(members: Any, tx: Any) -> None:
     """Raises `Unsupported` unless Dynamo has the members in Python's order.
 
-    A set that was there before, and is as it was, has the order that it had: its members are guarded one by one.
+    A set that was there before, and is as it was, has the order that it had: its members are guarded one by one. What
+    torch does with sets of names for `functional_call` is the same in any order.
     """
+    if tx.f_code.co_filename == _STATELESS:
+        return
     if len(members.items) < 2 or not _has_order_of_hashes(members):
         return
     if members.source is not None and not tx.output.side_effects.is_modified(members):

@@ -57,6 +57,19 @@ class Listed(enum.Enum):
     ONE = [1.0]  # noqa: RUF012 - which is the case
 
 
+class ByName:
+    def __class_getitem__(cls, key: str) -> float:
+        return Meta.factor
+
+
+class Rounded(int):
+    def __mul__(self, other: Any) -> Any:
+        return other * 1.0
+
+
+NAN = float("nan")
+
+
 @runtime_checkable
 class HasFactor(Protocol):
     def factor(self) -> float: ...
@@ -71,6 +84,9 @@ REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
     "text of a member": (lambda self: float(f"{Written.ONE}"), r"has a __str__\(\) of its own"),
     "container of a member": (lambda self: Listed.ONE.value[0], "stands for a container"),
     "protocol": (lambda self: 2.0 if isinstance(self.it, HasFactor) else 1.0, "what a Protocol names"),
+    "registry": (lambda self: ByName["a"], r"has a __class_getitem__\(\) of its own"),
+    "number of a class": (lambda self: self.rounded, r"has a __mul__\(\) of its own"),
+    "not a number": (lambda self: 2.0 if self.nan in [self.nan] else 1.0, "NaN"),
     "length of an array": (lambda self: float(len(self.array)), "its length"),
 }
 
@@ -78,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[Any], float], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_guarded_is_refused(name: str) -> None:
     read, reason = REFUSED[name]
-    asking = model(lambda self, x: x * read(self), it=Net(), array=numpy.ones(3))
+    asking = model(lambda self, x: x * read(self), it=Net(), array=numpy.ones(3), rounded=Rounded(2), nan=NAN)
     call, _ = guarded(lambda x: asking(x))
     with pytest.raises(RefusedError, match=reason):
         call(torch.ones(2))

@@ -140,16 +140,13 @@ def test_a_hook_within_a_transform(transform: str) -> None:
 
 
 def test_gradients_of_a_functional_call() -> None:
-    """torch goes through a set of names, whose order Python chooses in each process: the call may be refused."""
-
     def forward(parts: Parts, x: Tensor) -> Tensor:
         h = parts.first(x)
         params = dict(parts.other.named_parameters())
         found = grad(lambda given: functional_call(parts.other, given, (h,)).square().sum())(params)
         return parts.last(h + found["weight"].sum(0))
 
-    training = alike("drop_in", built(forward), steps=4, replays=0)
-    assert training.status().replays or "the order of a set" in reasons(training)
+    alike("drop_in", built(forward), steps=4)
 
 
 def test_without_requires_grad_as_it_is_results_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
