@@ -21,7 +21,7 @@ from unittest import mock
 from torch._dynamo import exc
 from torch._dynamo.source import is_from_skip_guard_source
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.variables import BuiltinVariable
+from torch._dynamo.variables import BuiltinVariable, PolyfilledFunctionVariable, UserDefinedClassVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
@@ -30,7 +30,10 @@ from kitsune.native.facts import Fact, absence, attribute, definition, item, res
 
 _IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
 
-_NUMPY = "the type of a number or an array of NumPy's is asked, or its length, of which Dynamo guards nothing"
+NUMPY = "the type, the shape or the length of an array or a number of NumPy's is asked, of which Dynamo guards nothing"
+
+SETTINGS = (sys.getrecursionlimit, sys.get_int_max_str_digits)
+"""Functions that Dynamo runs once, while it captures."""
 
 _ASKED_OF_MEMBERS = ("__bool__", "__format__", "__str__", "__repr__", "__eq__", "__hash__", "__len__", "__add__")
 
@@ -51,6 +54,8 @@ class Called:
         self._classes: dict[type, None] = {}
         self._builtins: dict[tuple[int, str], dict[str, Any]] = {}
         self._modules: dict[str, None] = {}
+        self._settings: dict[Callable[[], int], None] = {}
+        self._attributes: dict[tuple[int, str], object] = {}
         self._answers: dict[tuple[object, ...], Callable[[], object]] = {}
         self._asks_abstract_classes = False
 
@@ -71,6 +76,15 @@ class Called:
     def note_module(self, name: str) -> None:
         """It was imported."""
         self._modules[name] = None
+
+    def note_setting(self, ask: Callable[[], int]) -> None:
+        """It is one of `SETTINGS`, and was asked."""
+        self._settings[ask] = None
+
+    def note_attribute(self, subject: object, name: str) -> None:
+        """It was read, and is no guard's matter."""
+        if hasattr(subject, name):
+            self._attributes[id(subject), name] = subject
 
     def note_answer(self, ask: functools.partial[Any]) -> None:
         """It was called, and decides by what it gives."""
@@ -100,6 +114,9 @@ class Called:
         for name in self._modules:
             if name in sys.modules:
                 yield item(sys.modules, name)
+        yield from map(result, self._settings)
+        for (_, name), subject in self._attributes.items():
+            yield attribute(subject, name)
         for ask in self._answers.values():
             yield result(ask)
         if self._asks_abstract_classes:
@@ -126,7 +143,8 @@ def noting() -> Iterator[Called]:
             InliningInstructionTranslator, "get_globals_source_and_value", _refusing_namespaces_of_others()
         ),
         mock.patch.object(BuiltinVariable, "call_function", _noting_questions(called)),
-        mock.patch.object(NumpyNdarrayVariable, "var_getattr", _refusing_classes_of_numpy()),
+        mock.patch.object(UserDefinedClassVariable, "call_function", _refusing_what_is_made()),
+        mock.patch.object(PolyfilledFunctionVariable, "call_function", _noting_settings(called)),
     )
     with ExitStack() as stack:
         for patch in patches:
@@ -139,37 +157,39 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
 
     def noting_classes(builder: Any, value: Any) -> Any:
         if isinstance(value, slice) and any(map(_is_numpy, (value.start, value.stop, value.step))):
-            raise exc.Unsupported(_NUMPY)
-        _refuse_own_rules(value)
+            raise exc.Unsupported(NUMPY)
+        refuse_own_rules(value)
         called.note_class(value if isinstance(value, type) else type(value))
         return wrap(builder, value)
 
     return noting_classes
 
 
-def _refuse_own_rules(value: object) -> None:
+def refuse_own_rules(value: object) -> None:
     """Of classes, enumerations and numbers, whose own methods Dynamo runs once while it captures, or leaves out."""
     kind = type(value)
+    if any("__class__" in vars(one) and _is_own(one) for one in kind.__mro__):
+        raise exc.Unsupported(f"the class {kind.__name__} has a __class__ of its own")
     if isinstance(value, type):
         if any(_is_own(meta) for meta in _metaclasses(value)):
             raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
-        if _own_method(value, "__class_getitem__"):
+        if own_method(value, "__class_getitem__"):
             raise exc.Unsupported(f"the class {value.__name__} has a __class_getitem__() of its own")
     elif isinstance(value, enum.Enum):
         for name in _ASKED_OF_MEMBERS:
-            if _own_method(kind, name):
+            if own_method(kind, name):
                 raise exc.Unsupported(f"the enumeration {kind.__name__} has a {name}() of its own")
         if isinstance(value.value, (list, dict, set)):
             raise exc.Unsupported(f"a member of the enumeration {kind.__name__} stands for a container")
     elif isinstance(value, (int, float)):
         for name in _ARITHMETIC:
-            if _own_method(kind, name):
+            if own_method(kind, name):
                 raise exc.Unsupported(f"the number of class {kind.__name__} has a {name}() of its own")
         if value != value:
             raise exc.Unsupported("a NaN is read, which containers know by its identity")
 
 
-def _own_method(kind: type, name: str) -> bool:
+def own_method(kind: type, name: str) -> bool:
     """Whether a class has a method that is written in Python, outside of Python's library and torch."""
     method = getattr(kind, name, None)
     function = getattr(method, "__func__", method)
@@ -246,16 +266,31 @@ def _refusing_namespaces_of_others() -> Callable[..., Any]:
     return get_globals_source_and_value
 
 
-def _refusing_classes_of_numpy() -> Callable[..., Any]:
-    """What Dynamo calls for an attribute of a number or an array of NumPy's."""
-    read: Callable[..., Any] = NumpyNdarrayVariable.var_getattr
+def _refusing_what_is_made() -> Callable[..., Any]:
+    """What Dynamo calls for a class that is called."""
+    make: Callable[..., Any] = UserDefinedClassVariable.call_function
 
-    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
-        if name == "__class__":
-            raise exc.Unsupported(_NUMPY)
-        return read(variable, tx, name)
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        kind = variable.value
+        if issubclass(kind, enum.Enum) and own_method(kind, "_missing_"):
+            raise exc.Unsupported(f"the enumeration {kind.__name__} has a _missing_() of its own, and is called")
+        if own_method(kind, "__del__"):
+            raise exc.Unsupported(f"an object is made of the class {kind.__name__}, which has a __del__() of its own")
+        return make(variable, tx, args, kwargs)
 
-    return var_getattr
+    return call_function
+
+
+def _noting_settings(called: Called) -> Callable[..., Any]:
+    """What Dynamo calls for a function that it has written itself, of which some it runs once while it captures."""
+    call: Callable[..., Any] = PolyfilledFunctionVariable.call_function
+
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if variable.fn in SETTINGS:
+            called.note_setting(variable.fn)
+        return call(variable, tx, args, kwargs)
+
+    return call_function
 
 
 def _is_of_numpy(variable: Any) -> bool:
@@ -273,8 +308,10 @@ def _noting_questions(called: Called) -> Callable[..., Any]:
     call: Callable[..., Any] = BuiltinVariable.call_function
 
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if variable.fn is dir:
+            raise exc.Unsupported("dir() is called")
         if variable.fn in (isinstance, type, len) and args and _is_of_numpy(args[0]):
-            raise exc.Unsupported(_NUMPY)
+            raise exc.Unsupported(NUMPY)
         if variable.fn in (isinstance, issubclass) and len(args) == 2:
             try:
                 called.note_question(args[1].as_python_constant())

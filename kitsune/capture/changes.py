@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch._dynamo.guards import CheckFunctionManager
 
-from kitsune.capture.called import environment
+from kitsune.capture.called import SETTINGS, environment
 from kitsune.capture.named_places import MISSING, UNREADABLE, Place, Scope, read_attribute, read_item
 from kitsune.capture.shown_values import class_name, cut, function_name, is_a, of_kind, shown
 from kitsune.native.facts import Fact, Kind, PythonFacts
@@ -113,6 +113,9 @@ def _of_fact(fact: Fact) -> Change | None:
         return _of_class(fact)
     if fact.kind == Kind.ATTRIBUTE and key == "__code__":
         return _replaced(f"the code of {function_name(subject)}()")
+    if fact.kind == Kind.ATTRIBUTE:
+        owner = class_name(subject) if isinstance(subject, type) else function_name(subject)
+        return _between(Place(f"{owner}.{key}", getattr(subject, key)), shown(fact.expected))
     if fact.kind == Kind.ABSENCE:
         place = Place(key, read_item(subject, key), "the global ", f" of module {subject.get('__name__')}")
         return _between(place, _MISSING_WORD)
@@ -127,6 +130,8 @@ def _of_fact(fact: Fact) -> Change | None:
     if fact.kind == Kind.RESULT and subject is abc.get_cache_token:
         what = "the classes that count as abstract ones"
         return Change(what, f"{what} have changed (as by ABC.register)")
+    if fact.kind == Kind.RESULT and subject in SETTINGS:
+        return _between(Place(f"sys.{subject.__name__}()", subject()), shown(fact.expected))
     return None
 
 

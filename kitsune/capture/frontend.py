@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from kitsune.capture import (
     aliases,
+    attribute_reads,
     autograd_functions,
     causal_masks,
     equality,
@@ -321,6 +322,7 @@ def _strict_capture() -> Iterator[Called]:
         for context in contexts:
             stack.enter_context(context)
         called = stack.enter_context(noting())
+        stack.enter_context(attribute_reads.noted(called))
         stack.enter_context(kept_results.answered(called))
         stack.enter_context(autograd_functions.called_themselves(called))
         yield called

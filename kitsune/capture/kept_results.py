@@ -38,12 +38,20 @@ def answered(called: Called) -> Iterator[None]:
             return call(function, tx, args, kwargs)
         if object_of(tx, function) is kept:  # that classes keep their methods, `called` sees
             install_guard(function.source.make_guard(GuardBuilder.ID_MATCH))
-        given = [_argument(tx, kept, one) for one in (*function.self_args(), *args)]
+        given = [_argument(tx, kept, one) for one in (*_bound(function), *args)]
         named = {name: _argument(tx, kept, one) for name, one in kwargs.items()}
         return _answer(tx, called, functools.partial(kept, *given, **named))
 
     with mock.patch.object(WrapperUserFunctionVariable, "call_function", call_function):
         yield
+
+
+def _bound(function: Any) -> Sequence[Any]:
+    """What such a function is bound to as a method; torch 2.11 takes for one what an object itself has, too."""
+    given: Sequence[Any] = function.self_args()
+    owner = getattr(given[0], "value", None) if given else None
+    is_own = owner is not None and any(one is function.wrapper_obj for one in getattr(owner, "__dict__", {}).values())
+    return () if is_own else given
 
 
 def _argument(tx: Any, kept: Any, variable: Any) -> Any:

@@ -72,7 +72,7 @@ def _guard_attribute() -> Callable[..., Any]:
                 if isinstance(found, ConstDictVariable):
                     found.install_dict_contains_guard(tx, [ConstantVariable.create(name)])
         elif variable.source and _is_empty_slot(variable.value, name):
-            _install(variable.source, GuardBuilder.HASATTR, attr=name)
+            _install_hasattr(variable.source, name)
         return look_up(variable, tx, name)
 
     return var_getattr
@@ -103,7 +103,7 @@ def _guard_plain_attribute(look_up: Callable[..., Any]) -> Callable[..., Any]:
             return look_up(variable, tx, name)
         except exc.ObservedAttributeError:
             if variable.source:
-                _install(variable.source, GuardBuilder.HASATTR, attr=name)
+                _install_hasattr(variable.source, name)
             raise
 
     return var_getattr
@@ -113,7 +113,7 @@ def _guard_plain_question(ask: Callable[..., Any]) -> Callable[..., Any]:
     def call_obj_hasattr(variable: Any, tx: Any, name: str) -> Any:
         answer = ask(variable, tx, name)
         if variable.source and not answer.as_python_constant():
-            _install(variable.source, GuardBuilder.HASATTR, attr=name)
+            _install_hasattr(variable.source, name)
         return answer
 
     return call_obj_hasattr
@@ -216,6 +216,14 @@ def _install_contains(source: Any, key: object, is_there: bool) -> None:
         _install(source, GuardBuilder.DICT_CONTAINS, key=key, invert=not is_there)
     else:
         _install(source, GuardBuilder.DICT_CONTAINS if is_there else GuardBuilder.DICT_NOT_CONTAINS, key=key)
+
+
+def _install_hasattr(source: Any, name: str) -> None:
+    """Guards whether there is an attribute."""
+    if "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+        _install(source, GuardBuilder.HASATTR, attr=name)
+    else:  # before torch 2.13
+        _install(AttrSource(source, name), GuardBuilder.HASATTR)
 
 
 def _install(source: Any, guard: Callable[..., Any], **parameters: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kitsune.errors import RefusedError
-from tests.kitsune.capture.changing import Holder, model, noticed
+from tests.kitsune.capture.changing import model, noticed
 from tests.kitsune.capture.test_frontend import guarded
 from tests.kitsune.training import FORMS, Net, Training, adam, compare
 
@@ -134,8 +134,8 @@ def test_tensors_that_are_kept_are_refused() -> None:
 
 
 def test_what_the_call_makes_is_refused_as_an_argument() -> None:
-    kept = functools.lru_cache(lambda holder: 1.0)
-    call, _ = guarded(lambda x: x * kept(Holder()))
+    kept = functools.lru_cache(lambda recipe: 1.0)
+    call, _ = guarded(lambda x: x * kept(Recipe(1.0)))
     with pytest.raises(RefusedError, match="keeps results, and is given what the call makes"):
         call(torch.ones(2))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kitsune.capture.guarded_calls import GuardedCalls, batch, picture, weight
+from tests.kitsune.versions import skip_before_2_13
 
 _NUM_CALLS = 6
 _NAMES = {"bisect": bisect, "heapq": heapq, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -206,6 +207,7 @@ def compare(build: Callable[[], Effects], edit: Callable[[Effects], None] = lamb
     ("kind", "reads"), [*((kind, kind != "object") for kind in SETTLING), ("dict", False), ("ordered dict", False)]
 )
 def test_what_settles(kind: str, reads: bool) -> None:
+    skip_before_2_13(kind, {"object"} if not reads else ())
     make, statements = SETTLING[kind]
     calls = compare(lambda: Effects(make, statements, reads=reads))
     assert calls.replays >= 2, calls.reasons
@@ -213,6 +215,7 @@ def test_what_settles(kind: str, reads: bool) -> None:
 
 @pytest.mark.parametrize("kind", CHANGING)
 def test_what_changes_at_each_call(kind: str) -> None:
+    skip_before_2_13(kind, {"list", "deque", "iterator"})
     make, statements = CHANGING[kind]
     calls = compare(lambda: Effects(make, statements, reads=False))
     assert calls.replays >= 2, calls.reasons
@@ -234,7 +237,7 @@ REFUSED: list[tuple[Callable[[], Any], str, str]] = [
     (
         lambda: type("Own", (Record,), {})(),
         "type(c).total = 3.0",
-        "the attribute 'total' of a class .*Own.* is assigned",
+        "the attribute 'total' of a class .*Own.* is assigned|Failed to trace builtin operator",
     ),
     (numbers, "self.kept = self.linear.weight.grad", "the call keeps what is in .*grad"),
     (numbers, "self.linear.weight.grad = None", "the attribute 'grad' of a tensor is assigned"),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from statistics import mean
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
@@ -60,10 +61,11 @@ def collect() -> None:
     gc.freeze()
 
 
-def check(form: str, num_programs: int, device: str = "cpu", **options: bool) -> Counter[str]:
+def check(form: str, num_programs: int, device: str = "cpu", part: int = 0, **options: bool) -> Counter[str]:
     """That many programs, most of whose iterations must have been replayed, or agreement means little.
 
     Args:
+        part: Where the programs are the same at each run, those of another part are others.
         options: of hypothesis.
 
     Returns:
@@ -86,6 +88,8 @@ def check(form: str, num_programs: int, device: str = "cpu", **options: bool) ->
             drawn.update(name for name, is_in in FEATURES.items() if is_in(program, run))
         collect()
 
+    if part and settings().derandomize:
+        hypothesis.seed(part)(runs_alike)
     runs_alike()
     assert min(mean(calls), mean(updates)) > LEAST_SHARE, "hardly anything was replayed"
     return drawn
@@ -113,7 +117,7 @@ def test_many_loops_run_as_without_kitsune(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_loops_on_a_gpu_run_as_without_kitsune(form: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    check(form, GPU_PROGRAMS[form], "cuda")
+    check(form, GPU_PROGRAMS[form], "cuda", part)
 
 
 def test_a_weight_used_twice_under_autocast_has_a_gradient_as_accurate_as_by_hand(seed: int) -> None:

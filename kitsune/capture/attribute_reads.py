@@ -1,0 +1,94 @@
+"""Guards for attributes that Dynamo takes for constants: of functions, classes, members of enumerations, arrays.
+
+What cannot be guarded is refused. Which attributes these are depends on the version of torch; before 2.13 they are
+more. Where Dynamo reads an attribute is private.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch._dynamo import exc
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    LazyVariableTracker,
+    NumpyVariable,
+    TorchInGraphFunctionVariable,
+    UserDefinedClassVariable,
+    UserFunctionVariable,
+    builtin,
+)
+from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+
+from kitsune.capture.called import NUMPY, Called, own_method, refuse_own_rules
+
+_READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
+"""What an attribute is read by, where the program writes `it.name` as where it calls `getattr`."""
+
+_OF_ARRAYS = frozenset(
+    {"__class__", "data", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
+)
+_NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
+_MISTAKEN = ("__annotations__", "__qualname__")
+"""Of a function, for which torch 2.13 takes the descriptor of the class of functions, or a dictionary of its own."""
+
+_IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`
+
+
+@contextmanager
+def noted(called: Called) -> Iterator[None]:
+    """Within, what such attributes are is noted in `called`."""
+    read: Callable[..., Any] = _READS.call_function
+
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        is_read = _READS is not BuiltinVariable or variable.fn is getattr
+        if is_read and len(args) > 1 and args[1].is_python_constant():
+            _look_at(called, args[0], args[1].as_python_constant())
+        return read(variable, tx, args, kwargs)
+
+    with mock.patch.object(_READS, "call_function", call_function):
+        yield
+
+
+def _look_at(called: Called, variable: Any, name: str) -> None:
+    subject = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+    if isinstance(subject, (NumpyNdarrayVariable, NumpyVariable)):
+        if name in _OF_ARRAYS:
+            raise exc.Unsupported(NUMPY)
+    elif isinstance(subject, TorchInGraphFunctionVariable):
+        if name in getattr(subject.value, "__dict__", ()):
+            called.note_attribute(subject.value, name)
+    elif isinstance(subject, UserFunctionVariable):
+        _look_at_function(called, subject.fn, name)
+    elif isinstance(subject, UserDefinedClassVariable):
+        _look_at_class(called, subject.value, name)
+    elif _READS is BuiltinVariable and isinstance(vars(subject).get("value"), enum.Enum):
+        _look_at_member(called, subject.value, name)
+
+
+def _look_at_function(called: Called, function: types.FunctionType, name: str) -> None:
+    if name in _MISTAKEN:
+        raise exc.Unsupported(f"{name} of the function {function.__name__} is read")
+    if name in _NAMES:
+        called.note_attribute(function, name)
+
+
+def _look_at_class(called: Called, kind: type, name: str) -> None:
+    if name in _NAMES and not kind.__flags__ & _IMMUTABLE:
+        called.note_attribute(kind, name)
+    elif issubclass(kind, enum.Enum) and name in kind.__members__:
+        refuse_own_rules(kind[name])
+
+
+def _look_at_member(called: Called, member: enum.Enum, name: str) -> None:
+    """Before torch 2.13, all that is read of a member is a constant."""
+    found = getattr(type(member), name, None)
+    if isinstance(vars(type(member)).get(name), property) or own_method(type(member), name):
+        raise exc.Unsupported(f"{name} of a member of the enumeration {type(member).__name__} is code of its own")
+    if found is None or not callable(found):
+        called.note_attribute(member, name)

@@ -1,0 +1,166 @@
+"""What is read of functions, classes, enumerations and arrays: the next call does not go by what it was."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from kitsune.errors import RefusedError
+from tests.kitsune.capture.changing import Holder, model, noticed
+from tests.kitsune.capture.test_frontend import guarded
+
+
+def function() -> Any:
+    """A function, made anew."""
+
+    def documented(x: int) -> int:
+        """It has a text."""
+        return x
+
+    return documented
+
+
+def kind() -> Any:
+    """A class, made anew."""
+    return type("Kind", (), {"__doc__": "It has a text.", "method": lambda self: None})
+
+
+def mode() -> Any:
+    """An enumeration, made anew."""
+    return enum.Enum("Mode", {"ONE": 1.0, "TWO": 2.0})
+
+
+def replaced(make: Callable[[], Any], name: str, value: object) -> Any:
+    def build() -> Any:
+        it = make()
+        return model(lambda self, x: x * len(str(getattr(it, name)))), lambda: setattr(it, name, value)
+
+    return build
+
+
+def written(make: Callable[[], Any], value: str) -> Any:
+    """As `replaced`, where the program names the attribute itself."""
+
+    def build() -> Any:
+        it = make()
+        return model(lambda self, x: x * len(it.__name__)), lambda: setattr(it, "__name__", value)
+
+    return build
+
+
+def of_a_member(read: Callable[[Any], Any], change: Callable[[Any], object]) -> Any:
+    def build() -> Any:
+        it = mode()
+        it.ONE.factor = 2.0
+        return model(lambda self, x: x * read(it)), lambda: change(it)
+
+    return build
+
+
+def of_a_function_of_torch() -> Any:
+    def change() -> None:
+        torch.nn.functional.relu.factor = 3.0  # type: ignore[attr-defined]
+
+    torch.nn.functional.relu.factor = 2.0  # type: ignore[attr-defined]
+    return model(lambda self, x: x * torch.nn.functional.relu.factor), change  # type: ignore[attr-defined]
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "name of a function": replaced(function, "__name__", "other"),
+    "name of a function, written": written(function, "other"),
+    "module of a function": replaced(function, "__module__", "other"),
+    "text of a function": replaced(function, "__doc__", "other"),
+    "name of a class": replaced(kind, "__name__", "OtherKind"),
+    "name of a class, written": written(kind, "OtherKind"),
+    "long name of a class": replaced(kind, "__qualname__", "OtherKind"),
+    "value of a member": of_a_member(lambda it: it.ONE.value, lambda it: setattr(it.ONE, "_value_", 5.0)),
+    "attribute of a member": of_a_member(lambda it: it.ONE.factor, lambda it: setattr(it.ONE, "factor", 5.0)),
+    "attribute of a function of torch": of_a_function_of_torch,
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    limits = sys.getrecursionlimit(), sys.get_int_max_str_digits()
+    yield
+    sys.setrecursionlimit(limits[0])
+    sys.set_int_max_str_digits(limits[1])
+    if hasattr(torch.nn.functional.relu, "factor"):
+        del torch.nn.functional.relu.factor
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_attribute_is_noticed(what: str) -> None:
+    noticed(CHANGES[what])
+
+
+def test_it_is_told_what_has_changed() -> None:
+    assert "Kind.__name__ was 'Kind', is 'OtherKind'" in noticed(replaced(kind, "__name__", "OtherKind"))
+
+
+SETTINGS: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {
+    "getrecursionlimit": (lambda: sys.getrecursionlimit(), sys.setrecursionlimit),
+    "get_int_max_str_digits": (lambda: sys.get_int_max_str_digits(), sys.set_int_max_str_digits),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_limit_of_python_is_noticed(name: str) -> None:
+    read, change = SETTINGS[name]
+
+    def build() -> Any:
+        change(5000)
+        return model(lambda self, x: x * read()), lambda: change(5001)
+
+    assert noticed(build).endswith(f"sys.{name}() was 5000, is 5001")
+
+
+class AnyClass:
+    """Says that it is of whatever class it is told."""
+
+    told: type = int
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self.told
+
+
+class Lenient(enum.Enum):
+    ONE = 1.0
+
+    @classmethod
+    def _missing_(cls, value: object) -> Lenient:
+        return cls.ONE
+
+
+class Ended:
+    def __del__(self) -> None:
+        """Here it would be counted."""
+
+
+ARRAY = numpy.ones((3, 2))
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "annotations": (lambda it: len(it.function.__annotations__), "__annotations__ of the function documented"),
+    "long name": (lambda it: len(str(it.function.__qualname__)), "__qualname__ of the function documented"),
+    "shape": (lambda it: it.array.shape[0], "the shape or the length of an array"),
+    "dtype": (lambda it: len(str(it.array.dtype)), "the shape or the length of an array"),
+    "class by a property": (lambda it: isinstance(it.any_class, int), "has a __class__ of its own"),
+    "unknown member": (lambda it: Lenient(7.0).value, r"has a _missing_\(\) of its own"),
+    "end of an object": (lambda it: 1.0 if Ended() else 2.0, r"has a __del__\(\) of its own"),
+    "list of attributes": (lambda it: len(dir(sys)), r"dir\(\) is called"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_guarded_is_refused(name: str) -> None:
+    read, reason = REFUSED[name]
+    it = Holder(function=function(), array=ARRAY, any_class=AnyClass())
+    call, _ = guarded(lambda x: x * read(it))
+    with pytest.raises(RefusedError, match=reason):
+        call(torch.ones(2))
