@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, get_args
@@ -20,7 +21,11 @@ from unittest import mock
 
 from torch._dynamo import exc
 from torch._dynamo.source import is_from_skip_guard_source
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import (
+    InliningInstructionTranslator,
+    InstructionTranslatorBase,
+    _import_module,
+)
 from torch._dynamo.variables import BuiltinVariable, PolyfilledFunctionVariable, UserDefinedClassVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -58,6 +63,7 @@ class Called:
         self._attributes: dict[tuple[int, str], object] = {}
         self._answers: dict[tuple[object, ...], Callable[[], object]] = {}
         self._asks_abstract_classes = False
+        self._warns = False
 
     def note_function(self, function: types.FunctionType) -> None:
         """It was run."""
@@ -76,6 +82,10 @@ class Called:
     def note_module(self, name: str) -> None:
         """It was imported."""
         self._modules[name] = None
+
+    def note_warnings(self) -> None:
+        """A warning was left out, as such warnings are shown once."""
+        self._warns = True
 
     def note_setting(self, ask: Callable[[], int]) -> None:
         """It is one of `SETTINGS`, and was asked."""
@@ -123,11 +133,18 @@ class Called:
             yield result(abc.get_cache_token)
         if os._Environ in self._classes:
             yield result(environment)
+        if self._warns:
+            yield result(filters_of_warnings)
 
 
 def environment() -> tuple[tuple[Any, Any], ...]:
     """All of the process's, to be compared by value: captures set some of it anew, to what it is."""
     return tuple(os.environ._data.items())  # type: ignore[attr-defined]  # nothing public shows it in microseconds
+
+
+def filters_of_warnings() -> tuple[object, ...]:
+    """Those that are set, to be compared by value: `warnings.catch_warnings` sets the same ones anew."""
+    return tuple(warnings.filters)
 
 
 @contextmanager
@@ -156,6 +173,8 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
     wrap: Callable[..., Any] = VariableBuilder._wrap
 
     def noting_classes(builder: Any, value: Any) -> Any:
+        if value is warnings.warn:
+            called.note_warnings()
         if isinstance(value, slice) and any(map(_is_numpy, (value.start, value.stop, value.step))):
             raise exc.Unsupported(NUMPY)
         refuse_own_rules(value)
@@ -245,6 +264,10 @@ def _noting_modules(called: Called) -> Callable[..., Any]:
     import_source: Callable[..., Any] = InstructionTranslatorBase.import_source
 
     def noting_modules(frame: Any, name: str) -> Any:
+        if name in sys.modules and _import_module(name) is not sys.modules[name]:
+            # Dynamo would go on with the first one. What was captured with that is not replayed any more.
+            _import_module.cache_clear()
+            frame.output.global_scope.pop(f"__import_{name.replace('.', '_dot_')}", None)
         called.note_module(name)
         return import_source(frame, name)
 

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch._dynamo.guards import CheckFunctionManager
 
-from kitsune.capture.called import SETTINGS, environment
+from kitsune.capture.called import SETTINGS, environment, filters_of_warnings
 from kitsune.capture.named_places import MISSING, UNREADABLE, Place, Scope, read_attribute, read_item
 from kitsune.capture.shown_values import class_name, cut, function_name, is_a, of_kind, shown
 from kitsune.native.facts import Fact, Kind, PythonFacts
@@ -130,6 +130,8 @@ def _of_fact(fact: Fact) -> Change | None:
     if fact.kind == Kind.RESULT and subject is abc.get_cache_token:
         what = "the classes that count as abstract ones"
         return Change(what, f"{what} have changed (as by ABC.register)")
+    if fact.kind == Kind.RESULT and subject is filters_of_warnings:
+        return Change("warnings.filters", "warnings.filters has changed")
     if fact.kind == Kind.RESULT and subject in SETTINGS:
         return _between(Place(f"sys.{subject.__name__}()", subject()), shown(fact.expected))
     return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from kitsune.budget import CaptureBudget
@@ -270,7 +272,7 @@ class StepLoop:
         objective = loss / spec.accumulate if spec.accumulate > 1 else loss
         if spec.scaler is not None:
             objective = spec.scaler.scale(objective)
-        self._go_back(objective, is_exchanged=_addresses(spec.params()) != addresses)
+        self._go_back(objective, _with_gradients(args, kwargs), is_exchanged=_addresses(spec.params()) != addresses)
         if phase == "accumulate":
             self._accumulators.detach()
             return loss.detach()
@@ -283,10 +285,11 @@ class StepLoop:
             self._accumulators.clear()
         return loss.detach()
 
-    def _go_back(self, objective: torch.Tensor, *, is_exchanged: bool) -> None:
+    def _go_back(self, objective: torch.Tensor, inputs: Sequence[torch.Tensor], *, is_exchanged: bool) -> None:
         """Gives gradients to the optimizer's parameters only, which is more than reentrant checkpoints can do.
 
         Where the call has given a parameter other memory (`is_exchanged`), autograd does not find it by itself either.
+        Gradients of `inputs` are computed and dropped: hooks of the layers that take them are given these.
 
         All of it runs in this thread: cuDNN keeps the algorithms that it has searched for by thread, and a capture, in
         this one, needs the same.
@@ -296,10 +299,11 @@ class StepLoop:
             self._is_reentrant = _is_reentrant(objective)
         with torch.autograd.set_multithreading_enabled(False):
             if self._is_reentrant or is_exchanged:
-                with _unchanged_gradients(self._spec.others()):
+                with _unchanged_gradients([*self._spec.others(), *inputs]):
                     objective.backward()
             elif params or not objective.requires_grad:  # without any autograd raises, as it does without Kitsune
-                torch.autograd.backward(objective, inputs=params or None)
+                with _unchanged_gradients(inputs):
+                    torch.autograd.backward(objective, inputs=[*params, *inputs] or None)
 
     def _eager_update(self) -> None:
         spec = self._spec
@@ -324,17 +328,27 @@ def _addresses(params: Sequence[torch.nn.Parameter]) -> list[int]:
     return [param.data_ptr() for param in params]
 
 
+def _with_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that require a gradient, each once."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return list(found.values())
+
+
 @contextmanager
-def _unchanged_gradients(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """What a backward pass adds to `.grad` of `params` is dropped."""
-    kept = [param.grad for param in params]
-    for param in params:
-        param.grad = None
+def _unchanged_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What a backward pass adds to `.grad` of `tensors` is dropped."""
+    with warnings.catch_warnings() if tensors else nullcontext():
+        if tensors:  # to look at that of a tensor which is no leaf warns
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        kept = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
     try:
         yield
     finally:
-        for param, grad in zip(params, kept, strict=True):
-            param.grad = grad
+        for tensor, grad in zip(tensors, kept, strict=True):
+            tensor.grad = grad
 
 
 def _num_checkpoints() -> int:

@@ -82,6 +82,31 @@ def test_a_hook_is_called_at_every_step(form: str, kind: str) -> None:
     assert calls[form] == calls["eager"] == 3
 
 
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_on_the_layer_that_takes_the_input(form: str, is_leaf: bool) -> None:
+    """It is given the gradient of an input that requires one, which a `TrainStep` does not keep."""
+    seen: dict[str, list[Tensor]] = {"eager": [], form: []}
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Net()
+        return model, adam(model)
+
+    for name in seen:
+        training = Training(name, *build())
+        training.model.first.register_full_backward_hook(  # type: ignore[union-attr]
+            lambda module, grad_in, grad_out, name=name: seen[name].append(grad_in[0].clone())
+        )
+        for index in range(4):
+            x, y = batch(index)[0]
+            leaf = x.requires_grad_()
+            training.step(leaf if is_leaf else leaf * 1.0, y)
+            assert (leaf.grad is None) == (name == "train_step")
+    assert len(seen[form]) == 4
+    assert all(torch.equal(found, wanted) for found, wanted in zip(seen[form], seen["eager"], strict=True))
+
+
 @pytest.mark.support("Models", "forward hooks of modules", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hook_that_was_there_from_the_start(form: str) -> None:

@@ -7,6 +7,7 @@ import collections.abc
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -320,3 +321,34 @@ def test_a_number_of_numpys_may_change_without_another_capture() -> None:
     scaled.number = numpy.float64(-0.0)
     assert call(torch.ones(2)).tolist() == [-1.0, -1.0]
     assert len(runner.graphs) == 2
+
+
+def test_warnings_that_become_errors_are_raised() -> None:
+    with warnings.catch_warnings():
+
+        def build() -> Any:
+            warnings.resetwarnings()
+            warnings.simplefilter("ignore")
+
+            def forward(self: Any, x: Tensor) -> Tensor:
+                warnings.warn("each place once", stacklevel=1)
+                return x * len(warnings.filters)
+
+            return model(forward), lambda: warnings.simplefilter("error", DeprecationWarning)
+
+        assert "warnings.filters has changed" in noticed(build)
+
+
+@pytest.mark.parametrize("read", [imported, imported_from])
+def test_a_module_that_replaced_another_is_replaced(read: Callable[[], float]) -> None:
+    install(1.0)
+    call, _ = guarded(lambda x: x * read())
+    assert call(torch.ones(2)).tolist() == [1.0, 1.0]
+
+    def build() -> Any:
+        install(2.0)
+        return lambda x: x * read(), lambda: setattr(sys.modules[MODULE], "k", 5.0)
+
+    noticed(build)
+    with pytest.raises(RefusedError, match=f"the module {MODULE} was replaced"):
+        call(torch.ones(2))
