@@ -7,7 +7,6 @@ more. Where Dynamo reads an attribute is private.
 from __future__ import annotations
 
 import enum
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
-from kitsune.capture.called import NUMPY, Called, own_method, refuse_own_rules
+from kitsune.capture.called import IMMUTABLE, NUMPY, Called, own_method, refuse_own_rules
 
 _READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
 """What an attribute is read by, where the program writes `it.name` as where it calls `getattr`."""
@@ -36,8 +35,6 @@ _OF_ARRAYS = frozenset(
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 _MISTAKEN = ("__annotations__", "__qualname__")
 """Of a function, for which torch 2.13 takes the descriptor of the class of functions, or a dictionary of its own."""
-
-_IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`
 
 
 @contextmanager
@@ -56,7 +53,7 @@ def noted(called: Called) -> Iterator[None]:
 
 
 def _look_at(called: Called, variable: Any, name: str) -> None:
-    subject = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+    subject: Any = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
     if isinstance(subject, (NumpyNdarrayVariable, NumpyVariable)):
         if name in _OF_ARRAYS:
             raise exc.Unsupported(NUMPY)
@@ -71,7 +68,7 @@ def _look_at(called: Called, variable: Any, name: str) -> None:
         _look_at_member(called, subject.value, name)
 
 
-def _look_at_function(called: Called, function: types.FunctionType, name: str) -> None:
+def _look_at_function(called: Called, function: Callable[..., Any], name: str) -> None:
     if name in _MISTAKEN:
         raise exc.Unsupported(f"{name} of the function {function.__name__} is read")
     if name in _NAMES:
@@ -79,7 +76,7 @@ def _look_at_function(called: Called, function: types.FunctionType, name: str) -
 
 
 def _look_at_class(called: Called, kind: type, name: str) -> None:
-    if name in _NAMES and not kind.__flags__ & _IMMUTABLE:
+    if name in _NAMES and not kind.__flags__ & IMMUTABLE:
         called.note_attribute(kind, name)
     elif issubclass(kind, enum.Enum) and name in kind.__members__:
         refuse_own_rules(kind[name])

@@ -33,11 +33,11 @@ from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
 from kitsune.native.facts import Fact, absence, attribute, definition, item, result
 
-_IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
+IMMUTABLE = 1 << 8  # `Py_TPFLAGSIMMUTABLETYPE`: nobody can give such a class an attribute
 
 NUMPY = "the type, the shape or the length of an array or a number of NumPy's is asked, of which Dynamo guards nothing"
 
-SETTINGS = (sys.getrecursionlimit, sys.get_int_max_str_digits)
+SETTINGS = (sys.getrecursionlimit, *([sys.get_int_max_str_digits] if hasattr(sys, "get_int_max_str_digits") else ()))
 """Functions that Dynamo runs once, while it captures."""
 
 _ASKED_OF_MEMBERS = ("__bool__", "__format__", "__str__", "__repr__", "__eq__", "__hash__", "__len__", "__add__")
@@ -117,7 +117,7 @@ class Called:
         for function in self._functions:
             yield attribute(function, "__code__")
         for kind in self._classes:
-            if not kind.__flags__ & _IMMUTABLE:
+            if not kind.__flags__ & IMMUTABLE:
                 yield definition(kind)
         for (_, name), namespace in self._builtins.items():
             yield absence(namespace, name)

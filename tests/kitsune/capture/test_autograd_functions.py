@@ -556,10 +556,10 @@ def _settings() -> None:
     SETTINGS.__init__()  # type: ignore[misc]
 
 
-@pytest.mark.support("Gradients", "an `autograd.Function` of the model's, with all that its `ctx` can", "replayed")
 _GIVEN_BY_NAME = {"needs_input_grad, by name", "setup_context with an argument by name", "arguments by name"}
 
 
+@pytest.mark.support("Gradients", "an `autograd.Function` of the model's, with all that its `ctx` can", "replayed")
 @pytest.mark.parametrize("name", REPLAYED)
 def test_functions_in_a_loop(name: str) -> None:
     skip_before_2_13(name, _GIVEN_BY_NAME)
