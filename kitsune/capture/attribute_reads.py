@@ -33,8 +33,6 @@ _OF_ARRAYS = frozenset(
     {"__class__", "data", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
 )
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
-_MISTAKEN = ("__annotations__", "__qualname__")
-"""Of a function, for which torch 2.13 takes the descriptor of the class of functions, or a dictionary of its own."""
 
 
 @contextmanager
@@ -69,10 +67,13 @@ def _look_at(called: Called, variable: Any, name: str) -> None:
 
 
 def _look_at_function(called: Called, function: Callable[..., Any], name: str) -> None:
-    if name in _MISTAKEN:
+    if name == "__qualname__":  # Dynamo takes the descriptor that the class of functions has
         raise exc.Unsupported(f"{name} of the function {function.__name__} is read")
     if name in _NAMES:
         called.note_attribute(function, name)
+    if name == "__annotations__":
+        called.note_attribute(function, name)
+        called.note_contents(function.__annotations__)
 
 
 def _look_at_class(called: Called, kind: type, name: str) -> None:

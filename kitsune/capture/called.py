@@ -31,7 +31,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
-from kitsune.native.facts import Fact, absence, attribute, definition, item, result
+from kitsune.native.facts import Fact, absence, attribute, contents, definition, item, result
 
 IMMUTABLE = 1 << 8  # `Py_TPFLAGSIMMUTABLETYPE`: nobody can give such a class an attribute
 
@@ -48,6 +48,12 @@ _ARITHMETIC = (
     *(f"__{name}__" for name in ("neg", "pos", "abs", "eq", "lt", "le", "gt", "ge")),
 )
 
+_OF_DEFINITIONS = frozenset(
+    {"__delattr__", "__doc__", "__firstlineno__", "__init__", "__module__", "__new__", "__prepare__", "__qualname__"}
+    | {"__setattr__", "__static_attributes__"}
+)
+"""What of a metaclass runs only where a class is defined, or where its attributes are assigned, which is refused."""
+
 _NOT_THE_MODELS = sys.stdlib_module_names | {"pybind11_builtins", "torch"}
 
 
@@ -61,6 +67,7 @@ class Called:
         self._modules: dict[str, None] = {}
         self._settings: dict[Callable[[], int], None] = {}
         self._attributes: dict[tuple[int, str], object] = {}
+        self._mappings: dict[int, dict[Any, Any]] = {}
         self._answers: dict[tuple[object, ...], Callable[[], object]] = {}
         self._asks_abstract_classes = False
         self._warns = False
@@ -96,6 +103,10 @@ class Called:
         if hasattr(subject, name):
             self._attributes[id(subject), name] = subject
 
+    def note_contents(self, mapping: dict[Any, Any]) -> None:
+        """It was read."""
+        self._mappings[id(mapping)] = mapping
+
     def note_answer(self, ask: functools.partial[Any]) -> None:
         """It was called, and decides by what it gives."""
         self._answers[ask.func, tuple(map(id, ask.args)), tuple(ask.keywords)] = ask
@@ -127,6 +138,7 @@ class Called:
         yield from map(result, self._settings)
         for (_, name), subject in self._attributes.items():
             yield attribute(subject, name)
+        yield from map(contents, self._mappings.values())
         for ask in self._answers.values():
             yield result(ask)
         if self._asks_abstract_classes:
@@ -190,7 +202,7 @@ def refuse_own_rules(value: object) -> None:
     if any("__class__" in vars(one) and _is_own(one) for one in kind.__mro__):
         raise exc.Unsupported(f"the class {kind.__name__} has a __class__ of its own")
     if isinstance(value, type):
-        if any(_is_own(meta) for meta in _metaclasses(value)):
+        if any(_is_own(meta) and vars(meta).keys() - _OF_DEFINITIONS for meta in _metaclasses(value)):
             raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
         if own_method(value, "__class_getitem__"):
             raise exc.Unsupported(f"the class {value.__name__} has a __class_getitem__() of its own")

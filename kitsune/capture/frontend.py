@@ -240,7 +240,13 @@ def _backend(guarded: GuardedFunction) -> Callable[..., Callable[..., Sequence[A
 
 
 def _are_needed(guards: Sequence[Any]) -> list[bool]:
-    """Without those about hooks of saved tensors and of all modules: `refuse_surroundings` asks before every replay."""
+    """Without those about hooks of saved tensors and of all modules: `refuse_surroundings` asks before every replay.
+
+    Dynamo makes the others a second time. By then what a property makes at each look is another object, which it takes
+    for an error of its own unless the guard has forgotten the first one.
+    """
+    for guard in guards:
+        guard.orig_guard.obj_weakref = None
     return [
         guard.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS" and not is_of_global_hooks(guard.name) for guard in guards
     ]

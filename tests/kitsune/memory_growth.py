@@ -30,10 +30,10 @@ def training(form: str, model: nn.Module, mode: str) -> tuple[Callable[[int], No
     """A step of training `model` with a batch of the size that it is given, and what tells its status."""
     optimizer: Any = torch.optim.Adam(model.parameters())
     if form == "train_step":
-        step = kitsune.TrainStep(model, functional.mse_loss, optimizer, mode=mode)
+        step = kitsune.TrainStep(model, functional.mse_loss, optimizer, mode=mode, setup_share=1.0)
         return lambda size: (step(torch.randn(size, 16), torch.randn(size, 4)), None)[1], step
     if form != "plain":
-        optimizer = kitsune.KitsuneOptimizer(optimizer, mode=mode, defer_loss=form == "deferred")
+        optimizer = kitsune.KitsuneOptimizer(optimizer, mode=mode, defer_loss=form == "deferred", setup_share=1.0)
 
     def iterate(size: int) -> None:
         optimizer.zero_grad()

@@ -442,3 +442,45 @@ def test_a_switched_off_dynamo_is_noticed() -> None:
     finally:
         torch.compiler.set_stance("default")
     assert refuse_dynamo() is None
+
+
+class View(Sequence[float]):
+    """What a property makes at each look."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __len__(self) -> int:
+        return len(self.config.factors)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        return self.config.factors[index]
+
+
+class Config:
+    def __init__(self) -> None:
+        self.factors = [2.0, 3.0]
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+    @property
+    def view(self) -> View:
+        return View(self)
+
+
+def test_a_property_may_make_an_object_at_each_look() -> None:
+    class Summing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = Config()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * sum(one for one in self.config.view)
+
+    summing = Summing()
+    call, runner = guarded(lambda x: summing(x))
+    assert [call(torch.ones(1)).item() for _ in range(2)] == [5.0, 5.0]
+    assert len(runner.graphs) == 2

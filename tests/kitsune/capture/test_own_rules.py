@@ -107,6 +107,24 @@ def test_enumerations_without_methods_of_their_own_are_captured() -> None:
     assert len(runner.graphs) == 1
 
 
+class Renaming(type):
+    """As `transformers` has one, for classes of results."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+
+
+class Result(metaclass=Renaming):
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_a_metaclass_that_runs_where_classes_are_defined_is_captured() -> None:
+    call, runner = guarded(lambda x: Result(x * 2.0).value)
+    assert call(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(runner.graphs) == 1
+
+
 class TakenBack(Net):
     """Has an attribute for the time of a call."""
 
