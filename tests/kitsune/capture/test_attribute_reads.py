@@ -71,6 +71,11 @@ def of_a_function_of_torch() -> Any:
     return model(lambda self, x: x * torch.nn.functional.relu.factor), change  # type: ignore[attr-defined]
 
 
+def edited_annotations() -> Any:
+    it = function()
+    return model(lambda self, x: x * len(it.__annotations__)), lambda: it.__annotations__.pop("x")
+
+
 CHANGES: dict[str, Callable[[], Any]] = {
     "name of a function": replaced(function, "__name__", "other"),
     "name of a function, written": written(function, "other"),
@@ -79,18 +84,27 @@ CHANGES: dict[str, Callable[[], Any]] = {
     "name of a class": replaced(kind, "__name__", "OtherKind"),
     "name of a class, written": written(kind, "OtherKind"),
     "long name of a class": replaced(kind, "__qualname__", "OtherKind"),
+    "annotations": replaced(function, "__annotations__", {"other": int}),
+    "what is in the annotations": edited_annotations,
     "value of a member": of_a_member(lambda it: it.ONE.value, lambda it: setattr(it.ONE, "_value_", 5.0)),
     "attribute of a member": of_a_member(lambda it: it.ONE.factor, lambda it: setattr(it.ONE, "factor", 5.0)),
     "attribute of a function of torch": of_a_function_of_torch,
 }
 
 
+SETTINGS: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {
+    "getrecursionlimit": (lambda: sys.getrecursionlimit(), sys.setrecursionlimit),
+}
+if hasattr(sys, "get_int_max_str_digits"):  # from Python 3.10.7 on
+    SETTINGS["get_int_max_str_digits"] = (lambda: sys.get_int_max_str_digits(), sys.set_int_max_str_digits)
+
+
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    limits = sys.getrecursionlimit(), sys.get_int_max_str_digits()
+    limits = {name: read() for name, (read, _) in SETTINGS.items()}
     yield
-    sys.setrecursionlimit(limits[0])
-    sys.set_int_max_str_digits(limits[1])
+    for name, (_, change) in SETTINGS.items():
+        change(limits[name])
     if hasattr(torch.nn.functional.relu, "factor"):
         del torch.nn.functional.relu.factor
 
@@ -102,12 +116,6 @@ def test_another_attribute_is_noticed(what: str) -> None:
 
 def test_it_is_told_what_has_changed() -> None:
     assert "Kind.__name__ was 'Kind', is 'OtherKind'" in noticed(replaced(kind, "__name__", "OtherKind"))
-
-
-SETTINGS: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {
-    "getrecursionlimit": (lambda: sys.getrecursionlimit(), sys.setrecursionlimit),
-    "get_int_max_str_digits": (lambda: sys.get_int_max_str_digits(), sys.set_int_max_str_digits),
-}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -146,7 +154,6 @@ class Ended:
 
 ARRAY = numpy.ones((3, 2))
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "annotations": (lambda it: len(it.function.__annotations__), "__annotations__ of the function documented"),
     "long name": (lambda it: len(str(it.function.__qualname__)), "__qualname__ of the function documented"),
     "shape": (lambda it: it.array.shape[0], "the shape or the length of an array"),
     "dtype": (lambda it: len(str(it.array.dtype)), "the shape or the length of an array"),
