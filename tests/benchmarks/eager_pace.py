@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -116,21 +117,33 @@ def _seconds(part: Callable[[], object]) -> float:
 
 
 def measure_scripts(rounds: int) -> dict[str, dict[str, float]]:
-    """Of each script and variant the seconds of the processor in the median, as long as it has but one thread."""
+    """Of each script and variant the seconds of the processor in the median, as long as it has but one thread.
+
+    Python finds all modules compiled, as where they are installed: a first process of each, which is not counted, does
+    that.
+    """
     found: dict[str, dict[str, list[float]]] = {name: {one: [] for one in VARIANTS} for name in SCRIPTS}
-    for _ in range(rounds):
-        for name in SCRIPTS:
-            for variant in VARIANTS:
-                found[name][variant].append(_processor_seconds(name, variant))
+    with tempfile.TemporaryDirectory() as bytecode:
+        for index in range(rounds + 1):
+            for name in SCRIPTS:
+                for variant in VARIANTS:
+                    seconds = _processor_seconds(name, variant, bytecode)
+                    if index:
+                        found[name][variant].append(seconds)
     return {
         name: {variant: statistics.median(times) for variant, times in variants.items()}
         for name, variants in found.items()
     }
 
 
-def _processor_seconds(name: str, variant: str) -> float:
+def _processor_seconds(name: str, variant: str, bytecode: str) -> float:
     before = os.times()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPYCACHEPREFIX": bytecode,
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(_SCRIPT), name, variant, str(SCRIPTS[name])]
     subprocess.run(command, env=environment, check=True)
     after = os.times()

@@ -18,7 +18,9 @@ def test_small_calls_that_are_settled_on_eager_cost_next_to_nothing(monkeypatch:
 
 def test_scripts_are_trained_and_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(eager_pace, "SCRIPTS", {"mlp": 2})
-    monkeypatch.setattr(eager_pace, "_processor_seconds", lambda _, variant: 2.0 if variant == "plain" else 2.1)
+    monkeypatch.setattr(
+        eager_pace, "_processor_seconds", lambda _, variant, _bytecode: 2.0 if variant == "plain" else 2.1
+    )
     losses = {short_script.train(name, one, 3) for name in ("mlp", "conv") for one in eager_pace.VARIANTS}
     assert len(losses) == 2
     eager_pace.main(["scripts", "--rounds", "2"])
