@@ -23,7 +23,8 @@ NUM_PROGRAMS = {"drop_in": 130, "train_step": 6}  # captures of a whole step tak
 MANY_PROGRAMS = {"drop_in": 500, "train_step": 80}
 GPU_PARTS = 16  # of which each may have a process of its own
 GPU_PROGRAMS = {"drop_in": 100, "train_step": 25}  # in each
-LEAST_SHARE = 0.3  # about half is usual; of a hundred drawn at random it has been 0.41
+LEAST_SHARE = {"drop_in": 0.3, "train_step": 0.15}
+"""About half is usual. Of a hundred loops drawn at random it has been 0.41, of 25 whole steps 0.24."""
 WRONG_AT = 3
 
 FEATURES: dict[str, Callable[[Program, Run], bool]] = {
@@ -91,7 +92,7 @@ def check(form: str, num_programs: int, device: str = "cpu", part: int = 0, **op
     if part and settings().derandomize:
         hypothesis.seed(part)(runs_alike)
     runs_alike()
-    assert min(mean(calls), mean(updates)) > LEAST_SHARE, "hardly anything was replayed"
+    assert min(mean(calls), mean(updates)) > LEAST_SHARE[form], "hardly anything was replayed"
     return drawn
 
 
