@@ -307,6 +307,7 @@ def _strict_capture() -> Iterator[Called]:
             record_runtime_overhead=False,
             optimize_ddp=False,
             use_recursive_dict_tags_for_guards=False,
+            skip_tensor_guards_with_matching_dict_tags=False,  # such a tensor may be changed in place
             ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
         ),
         equality.strict(),

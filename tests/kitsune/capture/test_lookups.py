@@ -384,3 +384,15 @@ def test_constants_that_are_defaults_of_a_function() -> None:
         return lambda x: scaled(x), lambda: setattr(scaled, "__defaults__", (3.0,))
 
     noticed(build)
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.requires_grad_, lambda one: one.resize_(5).fill_(1.0)])
+def test_a_tensor_in_a_dictionary_is_another_one_in_place(change: Callable[[Tensor], object]) -> None:
+    def build() -> Any:
+        made = model(
+            lambda self, x: x * self.held["one"].sum() * (2.0 if self.held["one"].requires_grad else 1.0),
+            held={"one": torch.ones(2)},
+        )
+        return made, lambda: change(made.held["one"])
+
+    noticed(build)
