@@ -41,6 +41,7 @@ from kitsune.capture import (
     identity,
     kept_results,
     lookups,
+    protocols,
     set_order,
     side_effects,
     transforms,
@@ -317,6 +318,7 @@ def _strict_capture() -> Iterator[Called]:
         side_effects.written_or_refused(),
         set_order.known_or_refused(),
         truth.known_or_refused(),
+        protocols.refused(),
         causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
@@ -372,10 +374,11 @@ def _refuse_bounded() -> Any:
 
 def _said_once() -> list[Any]:
     """What says nothing when it is called again, as eager calls came first: methods that `transformers` gives loggers,
-    and warnings, unless a filter shows each of them. NumPy has one for its own, but is not called in a graph.
+    and warnings, unless a filter shows each of them, or raises them. NumPy has one for its own, but is not called in a
+    graph.
     """
     methods = [method for method in vars(logging.Logger).values() if hasattr(method, "cache_info")]
-    shown = [category for action, _, category, *_ in warnings.filters if action in ("always", "all")]
+    shown = [category for action, _, category, *_ in warnings.filters if action in ("always", "all", "error")]
     if any(category.__module__.partition(".")[0] != "numpy" for category in shown):
         return methods
     return [*methods, warnings.warn]

@@ -8,13 +8,14 @@ handlers of comparisons and what it makes of keys are private.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -33,8 +34,10 @@ from torch._dynamo.variables import (
     lists,
 )
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.user_defined import FrozenDataClassVariable, UserDefinedObjectVariable
 
 from kitsune.capture.aliases import guard_of_alias
+from kitsune.capture.called import own_method
 
 _IS = {operator.is_: True, operator.is_not: False}
 _EQUALS = {operator.eq: True, operator.ne: False, "__eq__": True, "__ne__": False}
@@ -146,16 +149,37 @@ def _answering_membership(contains: Callable[..., Any]) -> Callable[..., Any]:
     """What Dynamo calls for `in` a sequence."""
 
     def iter_contains(items: Any, search: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        untold = []
+        untold: list[Any] = []
         for one in items:
-            same = _are_one(tx, one, search, strict=False)
+            if not isinstance(_unwrapped(search), UserDefinedObjectVariable) and _has_own_equality(one):
+                raise exc.Unsupported("an object with an __eq__() of its own is compared with a constant, as by in")
+            is_found = _is_the_one(tx, one, search)
+            same = is_found or _are_one(tx, one, search, strict=False)
             if same:
+                if is_found and untold:  # which are asked before
+                    contains(untold, search, tx, *args, **kwargs)
                 return ConstantVariable.create(True)
             if same is None:
                 untold.append(one)
         return contains(untold, search, tx, *args, **kwargs)
 
     return iter_contains
+
+
+def _has_own_equality(variable: Any) -> bool:
+    inside = _unwrapped(variable)
+    return isinstance(inside, UserDefinedObjectVariable) and own_method(type(inside.value), "__eq__")
+
+
+def _is_the_one(tx: Any, left: Any, right: Any) -> bool:
+    """Whether two variables are one object of a class with an equality of its own, which containers do not ask then."""
+    if _unwrapped(left) is _unwrapped(right):
+        return isinstance(_unwrapped(left), UserDefinedObjectVariable)
+    first, second = object_of(tx, left), object_of(tx, right)
+    if first is UNKNOWN or first is not second or not own_method(type(first), "__eq__"):
+        return False
+    _guard_one(left.source, right.source)
+    return True
 
 
 def _answer(tx: Any, function: Any, left: Any, right: Any) -> Any:
@@ -270,6 +294,7 @@ def _pinning(make: Callable[..., None]) -> Callable[..., None]:
     """What Dynamo calls for a key: one that goes by identity is guarded to be the object that it is."""
 
     def pinning(key: Any, variable: Any) -> None:
+        _refuse_own_hash(_unwrapped(variable))
         make(key, variable)
         found = object_of(InstructionTranslator.current_tx(), variable)
         if isinstance(found, _METHODS) and not isinstance(found.__self__, (type(None), type, types.ModuleType)):
@@ -281,6 +306,20 @@ def _pinning(make: Callable[..., None]) -> Callable[..., None]:
             key.pinned = found
 
     return pinning
+
+
+def _refuse_own_hash(variable: Any) -> None:
+    """Of what goes by identity, Dynamo knows better from torch 2.13 on; before, it refuses the same."""
+    for member in variable.items if isinstance(variable, variables.TupleVariable) else ():
+        _refuse_own_hash(_unwrapped(member))
+    if isinstance(variable, FrozenDataClassVariable):
+        read: Any = getattr(variable, "_get_field_vt", None) or variable.fields.get  # type: ignore[attr-defined]
+        for field in dataclasses.fields(cast(Any, variable.value)):
+            _refuse_own_hash(_unwrapped(read(field.name)))
+    kind = type(variable.value) if isinstance(variable, UserDefinedObjectVariable) else object
+    if not isinstance(variable, FrozenDataClassVariable) and own_method(kind, "__hash__"):
+        problem = f"an object of the class {kind.__name__}, which has a __hash__() of its own, is a key of a dictionary"
+        raise exc.Unsupported(f"{problem}, or a member of a set")
 
 
 def _hashing(compute: Callable[[Any], int]) -> Callable[[Any], int]:
