@@ -22,6 +22,24 @@ _SWITCHED_OFF = {
 }
 """What Dynamo would have the user switch on, which would change nothing here."""
 
+_IN_OTHER_WORDS = {
+    "requires_grad_() call": "gradients are computed in the call (Tensor.requires_grad_)",
+    "ScriptModules": "a module of torch.jit.script is called",
+    "data-dependent expression": "what Python does depends on the values of a tensor",
+    "Failed to convert args/kwargs": (
+        "what torch is given is no tensor and no constant, as a torch.Generator or an array of NumPy"
+    ),
+    "Guard failed on the same frame": "what the call depends on is another one whenever it is looked at",
+    "Reconstruction failure": "the call returns or keeps an object that a replay could not make",
+    "HOP: Unsafe side effect": "what is called within a checkpoint or torch.func changes something outside of it",
+    "logging.Logger method not supported": "a message is logged",
+    "Invalid call to __build_class__": "a class is defined in the call",
+    "torch.* op returned non-Tensor": "a function of torch is called that returns no tensor",
+    "Tensor.retain_grad() with AOTDispatcher": "Tensor.retain_grad() is called in the model",
+    "super() attribute that is not a function": "super() is asked for what is no function",
+}
+"""What to say in place of Dynamo's words that have one of these in them."""
+
 _SKIPPED = re.compile(r"Developer debug context: module: (\S+), qualname: (\S+), skip reason")
 """Of a function that Dynamo is told not to look into, where its message says which one it is."""
 
@@ -43,12 +61,7 @@ def refusal_of(error: Exception) -> Refusal:
             said, remedy = refusal.reason, refusal.remedy
     if "wrap RNN" in said:
         said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
-    if "requires_grad_() call" in said:
-        said = "gradients are computed in the call (Tensor.requires_grad_)"
-    if "ScriptModules" in said:
-        said = "a module of torch.jit.script is called"
-    if "data-dependent expression" in said:
-        said = "what Python does depends on the values of a tensor"
+    said = next((words for fragment, words in _IN_OTHER_WORDS.items() if fragment in said), said)
     if said == "Observed exception":  # a later line says which
         said = str(error).partition("Developer debug context: ")[2].partition("\n")[0] or said
     if "marked as skipped" in said:  # later lines say which function
@@ -57,8 +70,6 @@ def refusal_of(error: Exception) -> Refusal:
         said = (
             explained.strip().removeprefix("Explanation: ") if found is None else f"{found[1]}.{found[2]}() is called"
         )
-    if "Failed to convert args/kwargs" in said:
-        said = "what torch is given is no tensor and no constant, as a torch.Generator or an array of NumPy"
     if "trace the builtin `" in said:
         name = said.split("`")[1].removeprefix("<unknown module>.").rstrip(".")
         said = f"{name}() is called, which is not written in Python"

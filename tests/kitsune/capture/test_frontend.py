@@ -110,7 +110,7 @@ def test_what_is_logged_each_time_is_refused() -> None:
         return x * 2
 
     call, _ = guarded(function)
-    with pytest.raises(RefusedError, match="Logger"):
+    with pytest.raises(RefusedError, match="a message is logged"):
         call(torch.ones(2))
 
 
@@ -136,6 +136,26 @@ def test_what_depends_on_a_value_is_told_without_dynamos_names() -> None:
     call, _ = guarded(lambda x: x * 2 if x.max().item() > 1 else x)
     with pytest.raises(RefusedError, match="depends on the values of a tensor"):
         call(torch.ones(2))
+
+
+def defining(x: Tensor) -> Tensor:
+    class Doubled:
+        factor = 2
+
+    return x * Doubled.factor
+
+
+IN_WORDS: dict[str, Callable[[Tensor], Any]] = {
+    "a class is defined in the call": defining,
+    r"Tensor.retain_grad\(\) is called in the model": lambda x: ((y := x * 2).retain_grad(), y)[1],
+}
+
+
+@pytest.mark.parametrize("reason", IN_WORDS)
+def test_what_cannot_be_captured_is_told_in_words_of_the_program(reason: str) -> None:
+    call, _ = guarded(lambda x: IN_WORDS[reason](x))
+    with pytest.raises(RefusedError, match=reason):
+        call(torch.ones(2, requires_grad=True))
 
 
 def test_the_culprit_is_a_line_of_the_users() -> None:
