@@ -13,10 +13,12 @@ import torch
 
 from kitsune.capture import (
     aliases,
+    attribute_reads,
     autograd_functions,
     equality,
     identity,
     lookups,
+    protocols,
     set_order,
     side_effects,
     split_program,
@@ -49,6 +51,8 @@ _fits = GuardedFunction.fits
 MENDS: dict[str, tuple[_Part, ...]] = {
     "aliases": (_Part(aliases, "guarded", nullcontext),),
     "identity": (_Part(identity, "guarded", nullcontext),),
+    "attributes": (_Part(attribute_reads, "noted", lambda _called: nullcontext()),),
+    "protocols": (_Part(protocols, "refused", nullcontext),),
     "lookups": (_Part(lookups, "guarded", nullcontext),),
     "called": (_Part(Called, "facts", lambda _called: iter(())),),
     "equality": (_Part(equality, "strict", nullcontext),),
@@ -86,6 +90,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "recently used": ("side effects",),
     "assigns to a class": ("side effects",),
     "first of a set": ("order of sets",),
+    "key by value": ("identity",),
+    "epochs": ("protocols",),
+    "annotated": ("attributes",),
     "absent gradients": ("functions",),
     "gradient in the call": ("functions",),
     "asks in the call": ("transforms",),

@@ -242,6 +242,75 @@ class FirstOfSet(Peculiar):
         return x * self.weight * (1 + 0.05 * next(iter(set(self.members))))
 
 
+class Size:
+    """Is equal to another one of the same length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Size) and self.length == other.length
+
+    def __hash__(self) -> int:
+        return hash(self.length)
+
+
+class KeyByValue(Peculiar):
+    """What a dictionary has for an object that is equal to the key."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * {Size(3): 1.1}.get(Size(3), 0.7)
+
+
+class Stream:
+    """Each pass through it is a new epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = self.left = 0
+
+    def __iter__(self) -> Stream:
+        self.epoch, self.left = self.epoch + 1, 2
+        return self
+
+    def __next__(self) -> float:
+        self.left -= 1
+        if self.left < 0:
+            raise StopIteration
+        return 0.01 * self.epoch
+
+
+class Epochs(Peculiar):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (1 + sum(self.stream))
+
+    def numbers(self) -> list[float]:
+        return [self.stream.epoch]
+
+
+class Annotated(Peculiar):
+    """Depends on what a function's arguments are said to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def annotated(x: int) -> int:
+            return x
+
+        self.function = annotated
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (1 + 0.1 * len(self.function.__annotations__))
+
+    def change(self) -> None:
+        annotations = self.function.__annotations__
+        if annotations.pop("y", None) is None:
+            annotations["y"] = int
+
+
 # What the loop changes by turns
 
 
@@ -418,6 +487,9 @@ WITH_STATE: dict[str, Callable[[], nn.Module]] = {
     "assigns to a class": AssignsToAClass,
     "keeps a tensor": KeepsATensor,
     "first of a set": FirstOfSet,
+    "key by value": KeyByValue,
+    "epochs": Epochs,
+    "annotated": Annotated,
     "experts": Experts,
     "frozen by turns": FrozenByTurns,
     "momentum by turns": Momentum,
