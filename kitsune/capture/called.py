@@ -276,14 +276,21 @@ def _noting_modules(called: Called) -> Callable[..., Any]:
     import_source: Callable[..., Any] = InstructionTranslatorBase.import_source
 
     def noting_modules(frame: Any, name: str) -> Any:
-        if name in sys.modules and _import_module(name) is not sys.modules[name]:
-            # Dynamo would go on with the first one. What was captured with that is not replayed any more.
-            _import_module.cache_clear()
-            frame.output.global_scope.pop(f"__import_{name.replace('.', '_dot_')}", None)
+        if name in sys.modules:
+            _forget_exchanged(name, frame.output.global_scope)
         called.note_module(name)
         return import_source(frame, name)
 
     return noting_modules
+
+
+def _forget_exchanged(name: str, namespace: dict[str, Any]) -> None:
+    """Dynamo goes on with the module that it met first. What was captured with that is not replayed any more."""
+    module, alias = sys.modules[name], f"__import_{name.replace('.', '_dot_')}"
+    if _import_module(name) is not module:
+        _import_module.cache_clear()
+    if namespace.get(alias, module) is not module:
+        del namespace[alias]
 
 
 def _refusing_namespaces_of_others() -> Callable[..., Any]:

@@ -352,3 +352,15 @@ def test_a_module_that_replaced_another_is_replaced(read: Callable[[], float]) -
     noticed(build)
     with pytest.raises(RefusedError, match=f"the module {MODULE} was replaced"):
         call(torch.ones(2))
+
+
+def test_a_module_is_replaced_that_functions_of_several_modules_import() -> None:
+    """Dynamo has a name for it in each of them."""
+    namespaces: list[dict[str, Any]] = [{"__name__": f"importer_{number}"} for number in range(2)]
+    for namespace in namespaces:
+        exec(f"def scaled(x):\n    import {MODULE} as made\n    return x * made.k", namespace)
+    for k in (2.0, 5.0):
+        install(k)
+        for namespace in namespaces:
+            call, _ = guarded(namespace["scaled"])
+            assert call(torch.ones(1)).item() == k
