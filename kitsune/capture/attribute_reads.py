@@ -15,12 +15,15 @@ from unittest import mock
 from torch._dynamo import exc
 from torch._dynamo.variables import (
     BuiltinVariable,
+    ConstantVariable,
     LazyVariableTracker,
     NumpyVariable,
+    TensorVariable,
     TorchInGraphFunctionVariable,
     UserDefinedClassVariable,
     UserFunctionVariable,
     builtin,
+    constant,
 )
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
@@ -28,6 +31,9 @@ from kitsune.capture.called import IMMUTABLE, NUMPY, Called, own_method, refuse_
 
 _READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
 """What an attribute is read by, where the program writes `it.name` as where it calls `getattr`."""
+
+_SHARED: list[Any] = [one for name, one in vars(constant).items() if name.startswith("CONSTANT_VARIABLE_")]
+"""`None`, `True` and `False`."""
 
 _OF_ARRAYS = frozenset(
     {"__class__", "data", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
@@ -46,8 +52,30 @@ def noted(called: Called) -> Iterator[None]:
             _look_at(called, args[0], args[1].as_python_constant())
         return read(variable, tx, args, kwargs)
 
-    with mock.patch.object(_READS, "call_function", call_function):
+    for one in _SHARED:
+        one.source = None
+    with (
+        mock.patch.object(_READS, "call_function", call_function),
+        mock.patch.object(TensorVariable, "var_getattr", _sharing_nothing()),
+    ):
         yield
+
+
+def _sharing_nothing() -> Callable[..., Any]:
+    """What Dynamo calls for an attribute of a tensor. Where one is found it notes at a constant that captures share.
+
+    Later ones would write what is found there, instead of the constant.
+    """
+    read: Callable[..., Any] = TensorVariable.var_getattr
+
+    def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+        found = read(variable, tx, name)
+        if not any(found is one for one in _SHARED):
+            return found
+        source, found.source = found.source, None
+        return ConstantVariable(found.value, source=source)
+
+    return var_getattr
 
 
 def _look_at(called: Called, variable: Any, name: str) -> None:

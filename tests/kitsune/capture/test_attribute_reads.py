@@ -171,3 +171,30 @@ def test_what_cannot_be_guarded_is_refused(name: str) -> None:
     call, _ = guarded(lambda x: x * read(it))
     with pytest.raises(RefusedError, match=reason):
         call(torch.ones(2))
+
+
+def test_what_a_capture_reads_of_a_tensor_is_nothing_to_later_ones() -> None:
+    """Dynamo has one variable for all that is True, and notes there where it was found."""
+    held = {"one": torch.ones(2, requires_grad=True), "other": torch.ones(2)}
+
+    def asking(x: torch.Tensor) -> torch.Tensor:
+        factor = 2.0 if held["one"].requires_grad and not held["other"].requires_grad else 1.0
+        return x * (factor if held["one"].grad is None else 3.0)
+
+    call, _ = guarded(asking)
+    assert call(torch.ones(1)).item() == 2.0
+
+    def assigning(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.settings.update(yes=True, no=False, none=None)
+        self.yes, self.no, self.none = True, False, None
+        return x * 2
+
+    made: Any = model(assigning, settings={}, yes=None, no=None, none=1)
+    call, runner = guarded(lambda x: made(x))
+    for _ in range(2):
+        made.settings.clear()
+        made.yes = made.no = made.none = 1
+        call(torch.ones(1))
+        assert made.settings == {"yes": True, "no": False, "none": None}
+        assert (made.yes, made.no, made.none) == (True, False, None)
+    assert len(runner.graphs) == 2
