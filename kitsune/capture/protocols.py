@@ -183,14 +183,19 @@ def _refusing_what_was_given_up(generators: Sequence[Any]) -> Callable[..., Any]
     """What Dynamo calls once it has run all of the call."""
     write: Callable[..., Any] = SideEffects.codegen_update_mutated
 
-    def codegen_update_mutated(*args: Any, **kwargs: Any) -> Any:
+    def codegen_update_mutated(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = effects.output_graph_weakref()  # another one where Dynamo has begun anew
         for generator in generators:
-            if not generator.inline_tracer.generator_exhausted and _has_an_end(generator.inline_tracer):
+            if (
+                generator.inline_tracer.output is graph
+                and not generator.inline_tracer.generator_exhausted
+                and _has_an_end(generator.inline_tracer)
+            ):
                 problem = (
                     f"the generator {generator.get_name()}() is given up where finally or with has something to do"
                 )
                 raise exc.Unsupported(problem)
-        return write(*args, **kwargs)
+        return write(effects, *args, **kwargs)
 
     return codegen_update_mutated
 
