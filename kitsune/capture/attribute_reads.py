@@ -7,6 +7,7 @@ more. Where Dynamo reads an attribute is private.
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     TorchInGraphFunctionVariable,
     UserDefinedClassVariable,
+    UserDefinedObjectVariable,
     UserFunctionVariable,
     builtin,
     constant,
@@ -92,6 +94,15 @@ def _look_at(called: Called, variable: Any, name: str) -> None:
         _look_at_class(called, subject.value, name)
     elif _READS is BuiltinVariable and isinstance(vars(subject).get("value"), enum.Enum):
         _look_at_member(called, subject.value, name)
+    elif _READS is BuiltinVariable and isinstance(subject, UserDefinedObjectVariable):
+        _refuse_hidden(subject.value, name)
+
+
+def _refuse_hidden(value: object, name: str) -> None:
+    """Before torch 2.13, an object's own attribute comes before what the class has to say about it."""
+    found = inspect.getattr_static(type(value), name, None)
+    if own_method(type(found), "__set__") and name in getattr(value, "__dict__", ()):
+        raise exc.Unsupported(f"{name} of an object is hidden by what its class {type(value).__name__} has")
 
 
 def _look_at_function(called: Called, function: Callable[..., Any], name: str) -> None:

@@ -16,7 +16,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 from unittest import mock
 
 from torch._dynamo import exc
@@ -194,6 +194,13 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
         return wrap(builder, value)
 
     return noting_classes
+
+
+def refuse(problem: str) -> NoReturn:
+    """Refuses the capture, where torch 2.11 would go on in another way for an exception of this kind (at `in`)."""
+    error = exc.Unsupported(problem)
+    error.skip_frame = True
+    raise error
 
 
 def refuse_own_rules(value: object) -> None:

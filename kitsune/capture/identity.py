@@ -19,7 +19,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch._dynamo import exc, guards, symbolic_convert, variables
+from torch._dynamo import guards, symbolic_convert, variables
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.source import is_constant_source, is_from_closure_source, is_from_skip_guard_source
@@ -37,7 +37,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable, UserDefinedObjectVariable
 
 from kitsune.capture.aliases import guard_of_alias
-from kitsune.capture.called import own_method
+from kitsune.capture.called import own_method, refuse
 
 _IS = {operator.is_: True, operator.is_not: False}
 _EQUALS = {operator.eq: True, operator.ne: False, "__eq__": True, "__ne__": False}
@@ -152,7 +152,7 @@ def _answering_membership(contains: Callable[..., Any]) -> Callable[..., Any]:
         untold: list[Any] = []
         for one in items:
             if not isinstance(_unwrapped(search), UserDefinedObjectVariable) and _has_own_equality(one):
-                raise exc.Unsupported("an object with an __eq__() of its own is compared with a constant, as by in")
+                refuse("an object with an __eq__() of its own is compared with a constant, as by in")
             is_found = _is_the_one(tx, one, search)
             same = is_found or _are_one(tx, one, search, strict=False)
             if same:
@@ -298,7 +298,7 @@ def _pinning(make: Callable[..., None]) -> Callable[..., None]:
         make(key, variable)
         found = object_of(InstructionTranslator.current_tx(), variable)
         if isinstance(found, _METHODS) and not isinstance(found.__self__, (type(None), type, types.ModuleType)):
-            raise exc.Unsupported("a method of an object is a key of a dictionary, or a member of a set")
+            refuse("a method of an object is a key of a dictionary, or a member of a set")
         goes_by_identity = found is not UNKNOWN and _inherits(found, "__hash__")
         if goes_by_identity or isinstance(found, torch.nn.Parameter):
             install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
@@ -310,6 +310,8 @@ def _pinning(make: Callable[..., None]) -> Callable[..., None]:
 
 def _refuse_own_hash(variable: Any) -> None:
     """Of what goes by identity, Dynamo knows better from torch 2.13 on; before, it refuses the same."""
+    if isinstance(variable, variables.NamedTupleVariable):  # equal to a tuple, which Dynamo does not know
+        refuse("a named tuple is a key of a dictionary, or a member of a set")
     for member in variable.items if isinstance(variable, variables.TupleVariable) else ():
         _refuse_own_hash(_unwrapped(member))
     if isinstance(variable, FrozenDataClassVariable):
@@ -319,7 +321,7 @@ def _refuse_own_hash(variable: Any) -> None:
     kind = type(variable.value) if isinstance(variable, UserDefinedObjectVariable) else object
     if not isinstance(variable, FrozenDataClassVariable) and own_method(kind, "__hash__"):
         problem = f"an object of the class {kind.__name__}, which has a __hash__() of its own, is a key of a dictionary"
-        raise exc.Unsupported(f"{problem}, or a member of a set")
+        refuse(f"{problem}, or a member of a set")
 
 
 def _hashing(compute: Callable[[Any], int]) -> Callable[[Any], int]:

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._dynamo import exc
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import (
@@ -34,7 +33,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import AsPythonConstantNotImplementedError, ValueMutationNew
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 
-from kitsune.capture.called import own_method
+from kitsune.capture.called import own_method, refuse
 
 _ITERATING = {"__iter__": "GET_ITER", "__next__": "FOR_ITER", "__getitem__": "BINARY_SUBSCR"}
 """Methods by which an object is iterated, and the instructions that call each of them once."""
@@ -65,7 +64,7 @@ def refused() -> Iterator[None]:
         (ListIteratorVariable, "unpack_var_sequence", _using_up()),
         (ListIteratorVariable, "as_python_constant", _no_constant),
         (ItertoolsVariable, "call_function", _refusing_groups()),
-        *_making_iterators(),
+        *_before_torch_2_13(),
     ]
     with ExitStack() as stack:
         for kind, name, patch in patches:
@@ -87,9 +86,9 @@ def _refusing_methods() -> Callable[..., Any]:
             _refuse_changing(_class_of(getattr(function, "obj", None) or (args[0] if args else None)))
         is_written = instruction == "COMPARE_OP"
         if name == "__ne__" and not is_written:
-            raise exc.Unsupported("members of containers are compared, which have a __ne__() of their own")
+            refuse("members of containers are compared, which have a __ne__() of their own")
         if name == "__eq__" and not is_written and len(args) > 1 and _are_the_same(*args[:2]):
-            raise exc.Unsupported("a member of a container is compared with itself, whose __eq__() Python does not ask")
+            refuse("a member of a container is compared with itself, whose __eq__() Python does not ask")
         return inline(parent, function, args, kwargs, **options)
 
     return inline_call
@@ -98,7 +97,7 @@ def _refusing_methods() -> Callable[..., Any]:
 def _refuse_changing(kind: type) -> None:
     for name in _ASKED:
         if own_method(kind, name) and _changes(getattr(kind, name)):
-            raise exc.Unsupported(f"{kind.__name__}.{name}() changes something, and is not called by a for loop alone")
+            refuse(f"{kind.__name__}.{name}() changes something, and is not called by a for loop alone")
 
 
 def _changes(function: types.FunctionType) -> bool:
@@ -148,16 +147,18 @@ def _refusing_groups() -> Callable[..., Any]:
 
     def call_function(variable: Any, *args: Any) -> Any:
         if variable.value is itertools.groupby:
-            raise exc.Unsupported("itertools.groupby is called, whose groups end where the next one begins")
+            refuse("itertools.groupby is called, whose groups end where the next one begins")
         return call(variable, *args)
 
     return call_function
 
 
-def _making_iterators() -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    """`reversed`, which gives a tuple before torch 2.13."""
+def _before_torch_2_13() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """`reversed` gives a tuple there, `map` and `filter` read all of an iterator, and operators ask the wrong one."""
     if _READS is not BuiltinVariable:
         return
+    for name in ("call_map", "call_filter"):
+        yield BuiltinVariable, name, _refusing_iterators(getattr(BuiltinVariable, name))
     make: Callable[..., Any] = BuiltinVariable.call_reversed
 
     def call_reversed(variable: Any, tx: Any, *args: Any) -> Any:
@@ -167,6 +168,31 @@ def _making_iterators() -> Iterator[tuple[type, str, Callable[..., Any]]]:
         return made
 
     yield BuiltinVariable, "call_reversed", call_reversed
+    call: Callable[..., Any] = UserDefinedObjectVariable.call_method
+
+    def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__contains__" and getattr(type(variable.value), name, ...) is None:
+            refuse(f"the class {type(variable.value).__name__} says that nothing can be in it")
+        return call(variable, tx, name, args, kwargs)
+
+    yield UserDefinedObjectVariable, "call_method", call_method
+
+
+def _refusing_iterators(use: Callable[..., Any]) -> Callable[..., Any]:
+    def use_one(variable: Any, tx: Any, function: Any, *iterables: Any, **kwargs: Any) -> Any:
+        if any(isinstance(_inside(one), ListIteratorVariable) for one in iterables):
+            refuse(f"{variable.fn.__name__}() is given an iterator, of which it would take all at once")
+        return use(variable, tx, function, *iterables, **kwargs)
+
+    return use_one
+
+
+def _refuse_operator(function: Any, left: type, right: type) -> None:
+    """Before torch 2.13, where Python asks the right one first."""
+    is_derived = left is not object and right is not left and issubclass(right, left)
+    name = getattr(function, "__name__", "")
+    if is_derived and own_method(right, f"__r{name.removeprefix('i')}__") | own_method(right, f"__r{name}__"):
+        refuse(f"the class {right.__name__} derives from {left.__name__}, and is asked first")
 
 
 def _noting_generators(generators: list[Any]) -> Callable[..., None]:
@@ -194,7 +220,7 @@ def _refusing_what_was_given_up(generators: Sequence[Any]) -> Callable[..., Any]
                 problem = (
                     f"the generator {generator.get_name()}() is given up where finally or with has something to do"
                 )
-                raise exc.Unsupported(problem)
+                refuse(problem)
         return write(effects, *args, **kwargs)
 
     return codegen_update_mutated
@@ -233,6 +259,8 @@ def _refusing_properties(kind: Any) -> Callable[..., Any]:
 
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
         function = variable.fn if kind is BuiltinVariable else kind._fn
+        if kind is BuiltinVariable and len(args) == 2:
+            _refuse_operator(function, *map(_class_of, args))
         is_asked = function is hasattr or (function is getattr and len(args) > 2)
         if is_asked and args[1].is_python_constant():
             owner, name = _class_of(args[0]), args[1].as_python_constant()
@@ -245,8 +273,6 @@ def _refusing_properties(kind: Any) -> Callable[..., Any]:
 
 def _refuse_getattr(owner: type, name: str) -> None:
     if isinstance(inspect.getattr_static(owner, name, None), property):
-        raise exc.Unsupported(
-            f"{name}, a property, is asked for, where {owner.__name__} has a __getattr__() of its own"
-        )
+        refuse(f"{name}, a property, is asked for, where {owner.__name__} has a __getattr__() of its own")
     if _changes(owner.__getattr__):  # type: ignore[attr-defined]
-        raise exc.Unsupported(f"{owner.__name__}.__getattr__() changes something, and guards would call it")
+        refuse(f"{owner.__name__}.__getattr__() changes something, and guards would call it")

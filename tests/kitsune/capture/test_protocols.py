@@ -20,11 +20,6 @@ from tests.kitsune.capture.test_frontend import guarded
 LOG: list[float] = []
 
 
-def noting(value: Any = True) -> Any:
-    LOG.append(1.0)
-    return value
-
-
 class ByValue:
     """Equal to what holds the same."""
 
@@ -117,6 +112,48 @@ class Logging:
         return 2.0
 
 
+class Base:
+    def __add__(self, other: object) -> float:
+        return 1.0
+
+
+class Derived(Base):
+    def __radd__(self, other: object) -> float:
+        return 2.0
+
+
+class Closed:
+    __contains__ = None
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([1.0])
+
+
+class Three:
+    def __get__(self, instance: object, owner: type) -> float:
+        return 3.0
+
+    def __set__(self, instance: object, value: float) -> None:
+        """Nobody may."""
+
+
+class Hiding:
+    factor = Three()
+
+    def __init__(self) -> None:
+        self.__dict__["factor"] = 9.0
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def is_in(value: float, container: Any) -> float:
+    try:
+        return 2.0 if value in container else 1.0
+    except TypeError:
+        return 7.0
+
+
 def finally_noted() -> Iterator[float]:
     try:
         yield 1.0
@@ -167,6 +204,7 @@ def then_the_rest(use: Callable[[Iterator[float]], object]) -> Callable[[], floa
 
 HELD = ByValue(1.0)
 TABLE: Mapping[object, float] = {ByValue(1.0): 5.0}
+HIDING = Hiding()
 NEVER, NEITHER, LOGGING = Never(), (NeitherNor(), NeitherNor()), Logging()
 
 SAME_OR_REFUSED: dict[str, Callable[[], float]] = {
@@ -193,6 +231,14 @@ SAME_OR_REFUSED: dict[str, Callable[[], float]] = {
     "generator within with": lambda: next(with_noted()),
     "any of a generator": lambda: 2.0 if any(finally_noted()) else 1.0,
     "end of a group": groups,
+    "operator of a derived class": lambda: Base() + Derived(),
+    "contains nothing": lambda: is_in(1.0, Closed()),
+    "hidden attribute": lambda: HIDING.factor,
+    "key that is a named tuple": lambda: 2.0 if (1, 2) in {Pair(1, 2): 1} else 1.0,
+    "named tuple as a key": lambda: 2.0 if Pair(1, 2) in {Pair(1, 2): 1} else 1.0,
+    "named tuple for a tuple": lambda: 2.0 if Pair(1, 2) in {(1, 2): 1} else 1.0,
+    "mapped": then_the_rest(lambda values: next(map(float, values))),
+    "filtered": then_the_rest(lambda values: next(filter(None, values))),
     "maximum": then_the_rest(max),
     "any": then_the_rest(any),
     "list": then_the_rest(list),
