@@ -38,6 +38,9 @@ from kitsune.capture.called import own_method, refuse
 _ITERATING = {"__iter__": "GET_ITER", "__next__": "FOR_ITER", "__getitem__": "BINARY_SUBSCR"}
 """Methods by which an object is iterated, and the instructions that call each of them once."""
 
+_COMPARING = ("__eq__", "__ne__")
+_NOTED = frozenset({*_ITERATING, *_COMPARING})
+
 _ASKED = ("__iter__", "__len__", "__length_hint__")
 """Those that Python and Dynamo ask more or less often, where they make a list of an object, or sum it up."""
 
@@ -82,12 +85,13 @@ def _refusing_methods() -> Callable[..., Any]:
             name = ""
         is_own = "_dynamo" not in parent.f_code.co_filename
         instruction = parent.current_instruction.opname if is_own else ""
+        owner = _class_of(getattr(function, "obj", None) or (args[0] if args else None)) if name in _NOTED else object
         if name in _ITERATING and instruction != _ITERATING[name]:
-            _refuse_changing(_class_of(getattr(function, "obj", None) or (args[0] if args else None)))
-        is_written = instruction == "COMPARE_OP"
-        if name == "__ne__" and not is_written:
+            _refuse_changing(owner)
+        is_asked = name in _COMPARING and instruction != "COMPARE_OP" and own_method(owner, name)
+        if is_asked and name == "__ne__":
             refuse("members of containers are compared, which have a __ne__() of their own")
-        if name == "__eq__" and not is_written and len(args) > 1 and _are_the_same(*args[:2]):
+        if is_asked and len(args) > 1 and _are_the_same(*args[:2]):
             refuse("a member of a container is compared with itself, whose __eq__() Python does not ask")
         return inline(parent, function, args, kwargs, **options)
 
