@@ -15,24 +15,27 @@ from unittest import mock
 
 from torch._dynamo import exc
 from torch._dynamo.variables import (
-    BuiltinVariable,
     ConstantVariable,
-    LazyVariableTracker,
     NumpyVariable,
     TensorVariable,
     TorchInGraphFunctionVariable,
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
     UserFunctionVariable,
-    builtin,
     constant,
 )
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
-from kitsune.capture.called import IMMUTABLE, NUMPY, Called, own_method, refuse_own_rules
-
-_READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
-"""What an attribute is read by, where the program writes `it.name` as where it calls `getattr`."""
+from kitsune.capture.called import (
+    IMMUTABLE,
+    IS_BEFORE_2_13,
+    NUMPY,
+    READS,
+    Called,
+    own_method,
+    realized,
+    refuse_own_rules,
+)
 
 _SHARED: list[Any] = [one for name, one in vars(constant).items() if name.startswith("CONSTANT_VARIABLE_")]
 """`None`, `True` and `False`."""
@@ -46,10 +49,10 @@ _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 @contextmanager
 def noted(called: Called) -> Iterator[None]:
     """Within, what such attributes are is noted in `called`."""
-    read: Callable[..., Any] = _READS.call_function
+    read: Callable[..., Any] = READS.call_function
 
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        is_read = _READS is not BuiltinVariable or variable.fn is getattr
+        is_read = not IS_BEFORE_2_13 or variable.fn is getattr
         if is_read and len(args) > 1 and args[1].is_python_constant():
             _look_at(called, args[0], args[1].as_python_constant())
         return read(variable, tx, args, kwargs)
@@ -57,7 +60,7 @@ def noted(called: Called) -> Iterator[None]:
     for one in _SHARED:
         one.source = None
     with (
-        mock.patch.object(_READS, "call_function", call_function),
+        mock.patch.object(READS, "call_function", call_function),
         mock.patch.object(TensorVariable, "var_getattr", _sharing_nothing()),
     ):
         yield
@@ -81,7 +84,7 @@ def _sharing_nothing() -> Callable[..., Any]:
 
 
 def _look_at(called: Called, variable: Any, name: str) -> None:
-    subject: Any = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
+    subject = realized(variable)
     if isinstance(subject, (NumpyNdarrayVariable, NumpyVariable)):
         if name in _OF_ARRAYS:
             raise exc.Unsupported(NUMPY)
@@ -92,9 +95,9 @@ def _look_at(called: Called, variable: Any, name: str) -> None:
         _look_at_function(called, subject.fn, name)
     elif isinstance(subject, UserDefinedClassVariable):
         _look_at_class(called, subject.value, name)
-    elif _READS is BuiltinVariable and isinstance(vars(subject).get("value"), enum.Enum):
+    elif IS_BEFORE_2_13 and isinstance(vars(subject).get("value"), enum.Enum):
         _look_at_member(called, subject.value, name)
-    elif _READS is BuiltinVariable and isinstance(subject, UserDefinedObjectVariable):
+    elif IS_BEFORE_2_13 and isinstance(subject, UserDefinedObjectVariable):
         _refuse_hidden(subject.value, name)
 
 

@@ -26,16 +26,21 @@ from torch._dynamo.symbolic_convert import (
     InstructionTranslatorBase,
     _import_module,
 )
-from torch._dynamo.variables import BuiltinVariable, PolyfilledFunctionVariable, UserDefinedClassVariable
+from torch._dynamo.variables import BuiltinVariable, PolyfilledFunctionVariable, UserDefinedClassVariable, builtin
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
 from kitsune.native.facts import Fact, absence, attribute, contents, definition, item, result
 
-IMMUTABLE = 1 << 8  # `Py_TPFLAGSIMMUTABLETYPE`: nobody can give such a class an attribute
+IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
 
 NUMPY = "the type, the shape or the length of an array or a number of NumPy's is asked, of which Dynamo guards nothing"
+
+READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
+"""What an attribute is read by, where the program writes `it.name` as where it calls `getattr`."""
+
+IS_BEFORE_2_13 = READS is BuiltinVariable
 
 SETTINGS = (sys.getrecursionlimit, *([sys.get_int_max_str_digits] if hasattr(sys, "get_int_max_str_digits") else ()))
 """Functions that Dynamo runs once, while it captures."""
@@ -345,8 +350,12 @@ def _noting_settings(called: Called) -> Callable[..., Any]:
 def _is_of_numpy(variable: Any) -> bool:
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
         return _is_numpy(variable.peek_value())
-    inside = variable.realize() if isinstance(variable, LazyVariableTracker) else variable
-    return isinstance(inside, NumpyNdarrayVariable)
+    return isinstance(realized(variable), NumpyNdarrayVariable)
+
+
+def realized(variable: Any) -> Any:
+    """A variable that Dynamo has looked at."""
+    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
 def _is_numpy(value: object) -> bool:

@@ -24,7 +24,6 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.variables import (
     BuiltinVariable,
     ItertoolsVariable,
-    LazyVariableTracker,
     ListIteratorVariable,
     TupleVariable,
     UserDefinedObjectVariable,
@@ -33,7 +32,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import AsPythonConstantNotImplementedError, ValueMutationNew
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 
-from kitsune.capture.called import own_method, refuse
+from kitsune.capture.called import IS_BEFORE_2_13, READS, own_method, realized, refuse
 
 _ITERATING = {"__iter__": "GET_ITER", "__next__": "FOR_ITER", "__getitem__": "BINARY_SUBSCR"}
 """Methods by which an object is iterated, and the instructions that call each of them once."""
@@ -52,7 +51,6 @@ _CHANGING = frozenset(
 """Methods of Python's containers that change them."""
 
 _ASKS: Any = getattr(builtin, "HasAttrBuiltinVariable", BuiltinVariable)
-_READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
 
 
 @contextmanager
@@ -63,7 +61,7 @@ def refused() -> Iterator[None]:
         (InliningInstructionTranslator, "inline_call", _refusing_methods()),
         (LocalGeneratorObjectVariable, "__init__", _noting_generators(generators)),
         (SideEffects, "codegen_update_mutated", _refusing_what_was_given_up(generators)),
-        *((kind, "call_function", _refusing_properties(kind)) for kind in {_ASKS, _READS}),
+        *((kind, "call_function", _refusing_properties(kind)) for kind in {_ASKS, READS}),
         (ListIteratorVariable, "unpack_var_sequence", _using_up()),
         (ListIteratorVariable, "as_python_constant", _no_constant),
         (ItertoolsVariable, "call_function", _refusing_groups()),
@@ -113,7 +111,7 @@ def _changes(function: types.FunctionType) -> bool:
 
 
 def _are_the_same(left: Any, right: Any) -> bool:
-    first, second = _inside(left), _inside(right)
+    first, second = realized(left), realized(right)
     return first is second or (
         isinstance(first, UserDefinedObjectVariable) and first.value is getattr(second, "value", None)
     )
@@ -121,12 +119,8 @@ def _are_the_same(left: Any, right: Any) -> bool:
 
 def _class_of(variable: Any) -> type:
     """Of an object of the model's; `object` for all others."""
-    inside = _inside(variable)
+    inside = realized(variable)
     return type(inside.value) if isinstance(inside, UserDefinedObjectVariable) else object
-
-
-def _inside(variable: Any) -> Any:
-    return variable.realize() if isinstance(variable, LazyVariableTracker) else variable
 
 
 def _using_up() -> Callable[..., Any]:
@@ -159,7 +153,7 @@ def _refusing_groups() -> Callable[..., Any]:
 
 def _before_torch_2_13() -> Iterator[tuple[type, str, Callable[..., Any]]]:
     """`reversed` gives a tuple there, `map` and `filter` read all of an iterator, and operators ask the wrong one."""
-    if _READS is not BuiltinVariable:
+    if not IS_BEFORE_2_13:
         return
     for name in ("call_map", "call_filter"):
         yield BuiltinVariable, name, _refusing_iterators(getattr(BuiltinVariable, name))
@@ -184,7 +178,7 @@ def _before_torch_2_13() -> Iterator[tuple[type, str, Callable[..., Any]]]:
 
 def _refusing_iterators(use: Callable[..., Any]) -> Callable[..., Any]:
     def use_one(variable: Any, tx: Any, function: Any, *iterables: Any, **kwargs: Any) -> Any:
-        if any(isinstance(_inside(one), ListIteratorVariable) for one in iterables):
+        if any(isinstance(realized(one), ListIteratorVariable) for one in iterables):
             refuse(f"{variable.fn.__name__}() is given an iterator, of which it would take all at once")
         return use(variable, tx, function, *iterables, **kwargs)
 
