@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._dynamo import exc
 from torch._dynamo.variables import (
     ConstantVariable,
     NumpyVariable,
@@ -36,6 +35,7 @@ from kitsune.capture.called import (
     realized,
     refuse_own_rules,
 )
+from kitsune.capture.refusing import refuse
 
 _SHARED: list[Any] = [one for name, one in vars(constant).items() if name.startswith("CONSTANT_VARIABLE_")]
 """`None`, `True` and `False`."""
@@ -87,7 +87,7 @@ def _look_at(called: Called, variable: Any, name: str) -> None:
     subject = realized(variable)
     if isinstance(subject, (NumpyNdarrayVariable, NumpyVariable)):
         if name in _OF_ARRAYS:
-            raise exc.Unsupported(NUMPY)
+            refuse(NUMPY)
     elif isinstance(subject, TorchInGraphFunctionVariable):
         if name in getattr(subject.value, "__dict__", ()):
             called.note_attribute(subject.value, name)
@@ -105,12 +105,12 @@ def _refuse_hidden(value: object, name: str) -> None:
     """Before torch 2.13, an object's own attribute comes before what the class has to say about it."""
     found = inspect.getattr_static(type(value), name, None)
     if own_method(type(found), "__set__") and name in getattr(value, "__dict__", ()):
-        raise exc.Unsupported(f"{name} of an object is hidden by what its class {type(value).__name__} has")
+        refuse(f"{name} of an object is hidden by what its class {type(value).__name__} has")
 
 
 def _look_at_function(called: Called, function: Callable[..., Any], name: str) -> None:
     if name == "__qualname__":  # Dynamo takes the descriptor that the class of functions has
-        raise exc.Unsupported(f"{name} of the function {function.__name__} is read")
+        refuse(f"{name} of the function {function.__name__} is read")
     if name in _NAMES:
         called.note_attribute(function, name)
     if name == "__annotations__":
@@ -129,6 +129,6 @@ def _look_at_member(called: Called, member: enum.Enum, name: str) -> None:
     """Before torch 2.13, all that is read of a member is a constant."""
     found = getattr(type(member), name, None)
     if isinstance(vars(type(member)).get(name), property) or own_method(type(member), name):
-        raise exc.Unsupported(f"{name} of a member of the enumeration {type(member).__name__} is code of its own")
+        refuse(f"{name} of a member of the enumeration {type(member).__name__} is code of its own")
     if found is None or not callable(found):
         called.note_attribute(member, name)

@@ -20,7 +20,6 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch._dynamo import exc
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import (
@@ -41,6 +40,7 @@ from kitsune.capture.applied_functions import name_of
 from kitsune.capture.called import Called
 from kitsune.capture.function_looks import FunctionLook, Look, add_call, by_place
 from kitsune.capture.late_reads import LateReads, facts_about, late_reads, read_late
+from kitsune.capture.refusing import refuse
 
 _METHODS = ("forward", "setup_context", "backward", "vjp")
 
@@ -120,7 +120,7 @@ class _Inspector:
     def register_hook(self, original: _Original, variable: Any, tx: Any, name: str, hook: Any) -> Any:
         """A hook of a tensor that the call makes: Dynamo looks into it, and runs it outside of a transform it is in."""
         if torch._C._are_functorch_transforms_active():
-            raise exc.Unsupported("a hook is put on a tensor within a transform of torch.func")
+            refuse("a hook is put on a tensor within a transform of torch.func")
         look = Look("a hook of a tensor", late={})
         with self._looking(look):
             handle = original(tx, name, hook)
@@ -148,9 +148,7 @@ class _Inspector:
         try:
             read_late(node, late_reads(late, look.early, output))
         except LookupError as error:
-            raise exc.Unsupported(
-                f"{look.name} reads in backward() what may be another object then: {error}"
-            ) from error
+            refuse(f"{look.name} reads in backward() what may be another object then: {error}")
         self._read_late.update(late)
 
     @contextmanager
@@ -163,7 +161,7 @@ class _Inspector:
 
     def read_ctx(self, original: _Original, ctx: Any, tx: Any, name: str) -> Any:
         if name not in _OF_CTX and not tx.output.side_effects.has_pending_mutation_of_attr(ctx, name):
-            raise exc.Unsupported(f"an autograd.Function reads ctx.{name}")
+            refuse(f"an autograd.Function reads ctx.{name}")
         return original(tx, name)
 
     def change(self, original: _Original, _effects: SideEffects, item: Any) -> Any:
@@ -176,16 +174,14 @@ class _Inspector:
         if not self._looks or is_side_effect_safe(item.mutation_type):
             return
         if not any(look.may_change(item) for look in self._looks):
-            raise exc.Unsupported(f"{self._looks[-1].name} changes objects of Python, which replays would not")
+            refuse(f"{self._looks[-1].name} changes objects of Python, which replays would not")
 
     def store(self, original: _Original, _effects: SideEffects, item: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """An attribute is to be set."""
         self._refuse_change(item)
         source = getattr(item, "source", None)
         if source is not None and not self._read_late.isdisjoint((source, AttrSource(source, name))):
-            raise exc.Unsupported(
-                f"the backward pass of an autograd.Function reads {name}, which is set before it runs"
-            )
+            refuse(f"the backward pass of an autograd.Function reads {name}, which is set before it runs")
         return original(item, name, *args, **kwargs)
 
     def read_changed(
@@ -193,7 +189,7 @@ class _Inspector:
     ) -> Any:
         """The function would not find what the call has set before, when it runs while it is traced."""
         if self._looks and isinstance(item.mutation_type, AttributeMutationExisting):
-            raise exc.Unsupported(f"{self._looks[-1].name} depends on {name}, which the same call has set before")
+            refuse(f"{self._looks[-1].name} depends on {name}, which the same call has set before")
         return original(item, name, *args, **kwargs)
 
     def build(self, original: _Original, builder: Any, value: Any) -> Any:
@@ -221,14 +217,14 @@ class _Inspector:
 def _refuse(tx: Any, function: type[Function]) -> None:
     name = name_of(function)
     if torch._C._are_functorch_transforms_active():
-        raise exc.Unsupported(f"{name} is called within a transform of torch.func, where it has rules of its own")
+        refuse(f"{name} is called within a transform of torch.func, where it has rules of its own")
     if forward_ad._current_level >= 0:
-        raise exc.Unsupported(f"{name} is called in forward-mode differentiation, where it has a rule of its own")
+        refuse(f"{name} is called in forward-mode differentiation, where it has a rule of its own")
     if getattr(function.apply, "__func__", None) is not Function.apply.__func__:  # type: ignore[attr-defined]
-        raise exc.Unsupported(f"{name} has an apply() of its own")
+        refuse(f"{name} has an apply() of its own")
     kept = tx.output.side_effects.id_to_variable.values()
     if any(isinstance(one.mutation_type, ValueMutationExisting) and one.mutation_type.is_modified for one in kept):
-        raise exc.Unsupported(f"{name} is called after the same call has changed a container, which it may look at")
+        refuse(f"{name} is called after the same call has changed a container, which it may look at")
 
 
 def _source_of(tx: Any, variable: Any) -> Source:
@@ -237,4 +233,4 @@ def _source_of(tx: Any, variable: Any) -> Source:
     if variable.source is not None:
         source: Source = variable.source
         return source
-    raise exc.Unsupported(f"{name_of(function)} comes from nowhere that can be looked at again")
+    refuse(f"{name_of(function)} comes from nowhere that can be looked at again")

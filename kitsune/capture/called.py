@@ -16,10 +16,9 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 from unittest import mock
 
-from torch._dynamo import exc
 from torch._dynamo.source import is_from_skip_guard_source
 from torch._dynamo.symbolic_convert import (
     InliningInstructionTranslator,
@@ -31,6 +30,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 
+from kitsune.capture.refusing import refuse
 from kitsune.native.facts import Fact, absence, attribute, contents, definition, item, result
 
 IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can give such a class an attribute
@@ -124,7 +124,7 @@ class Called:
         elif isinstance(kinds, types.UnionType):
             self.note_question(get_args(kinds))
         elif getattr(kinds, "_is_protocol", False):
-            raise exc.Unsupported("whether an object has what a Protocol names is asked")
+            refuse("whether an object has what a Protocol names is asked")
         elif not isinstance(kinds, type) or isinstance(kinds, abc.ABCMeta):
             self._asks_abstract_classes = True
 
@@ -193,7 +193,7 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
         if value is warnings.warn:
             called.note_warnings()
         if isinstance(value, slice) and any(map(_is_numpy, (value.start, value.stop, value.step))):
-            raise exc.Unsupported(NUMPY)
+            refuse(NUMPY)
         refuse_own_rules(value)
         called.note_class(value if isinstance(value, type) else type(value))
         return wrap(builder, value)
@@ -201,35 +201,28 @@ def _noting_classes(called: Called) -> Callable[..., Any]:
     return noting_classes
 
 
-def refuse(problem: str) -> NoReturn:
-    """Refuses the capture, where torch 2.11 would go on in another way for an exception of this kind (at `in`)."""
-    error = exc.Unsupported(problem)
-    error.skip_frame = True
-    raise error
-
-
 def refuse_own_rules(value: object) -> None:
     """Of classes, enumerations and numbers, whose own methods Dynamo runs once while it captures, or leaves out."""
     kind = type(value)
     if any("__class__" in vars(one) and _is_own(one) for one in kind.__mro__):
-        raise exc.Unsupported(f"the class {kind.__name__} has a __class__ of its own")
+        refuse(f"the class {kind.__name__} has a __class__ of its own")
     if isinstance(value, type):
         if any(_is_own(meta) and vars(meta).keys() - _OF_DEFINITIONS for meta in _metaclasses(value)):
-            raise exc.Unsupported(f"the class {value.__name__} has a metaclass of its own")
+            refuse(f"the class {value.__name__} has a metaclass of its own")
         if own_method(value, "__class_getitem__"):
-            raise exc.Unsupported(f"the class {value.__name__} has a __class_getitem__() of its own")
+            refuse(f"the class {value.__name__} has a __class_getitem__() of its own")
     elif isinstance(value, enum.Enum):
         for name in _ASKED_OF_MEMBERS:
             if own_method(kind, name):
-                raise exc.Unsupported(f"the enumeration {kind.__name__} has a {name}() of its own")
+                refuse(f"the enumeration {kind.__name__} has a {name}() of its own")
         if isinstance(value.value, (list, dict, set)):
-            raise exc.Unsupported(f"a member of the enumeration {kind.__name__} stands for a container")
+            refuse(f"a member of the enumeration {kind.__name__} stands for a container")
     elif isinstance(value, (int, float)):
         for name in _ARITHMETIC:
             if own_method(kind, name):
-                raise exc.Unsupported(f"the number of class {kind.__name__} has a {name}() of its own")
+                refuse(f"the number of class {kind.__name__} has a {name}() of its own")
         if value != value:
-            raise exc.Unsupported("a NaN is read, which containers know by its identity")
+            refuse("a NaN is read, which containers know by its identity")
 
 
 def own_method(kind: type, name: str) -> bool:
@@ -314,7 +307,7 @@ def _refusing_namespaces_of_others() -> Callable[..., Any]:
         is_guarded = isinstance(found[0], types.ModuleType) and not is_from_skip_guard_source(found[2])
         if is_guarded and vars(found[0]) is not frame.f_globals:
             module = frame.f_globals["__name__"]
-            raise exc.Unsupported(f"a function is called of a module {module!r} that is not the one in sys.modules")
+            refuse(f"a function is called of a module {module!r} that is not the one in sys.modules")
         return found
 
     return get_globals_source_and_value
@@ -327,9 +320,9 @@ def _refusing_what_is_made() -> Callable[..., Any]:
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
         kind = variable.value
         if issubclass(kind, enum.Enum) and own_method(kind, "_missing_"):
-            raise exc.Unsupported(f"the enumeration {kind.__name__} has a _missing_() of its own, and is called")
+            refuse(f"the enumeration {kind.__name__} has a _missing_() of its own, and is called")
         if own_method(kind, "__del__"):
-            raise exc.Unsupported(f"an object is made of the class {kind.__name__}, which has a __del__() of its own")
+            refuse(f"an object is made of the class {kind.__name__}, which has a __del__() of its own")
         return make(variable, tx, args, kwargs)
 
     return call_function
@@ -367,9 +360,9 @@ def _noting_questions(called: Called) -> Callable[..., Any]:
 
     def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
         if variable.fn is dir:
-            raise exc.Unsupported("dir() is called")
+            refuse("dir() is called")
         if variable.fn in (isinstance, type, len) and args and _is_of_numpy(args[0]):
-            raise exc.Unsupported(NUMPY)
+            refuse(NUMPY)
         if variable.fn in (isinstance, issubclass) and len(args) == 2:
             try:
                 called.note_question(args[1].as_python_constant())

@@ -14,12 +14,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._dynamo import exc, variables
+from torch._dynamo import variables
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedObjectVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
+
+from kitsune.capture.refusing import refuse
 
 
 @contextmanager
@@ -117,7 +119,7 @@ def _guard_text() -> Callable[..., Any]:
         if not is_asked:
             return call(variable, tx, args, kwargs)
         if not hasattr(variables, "object_protocol"):  # before torch 2.13
-            raise exc.Unsupported("an object is turned into text, by str()")
+            refuse("an object is turned into text, by str()")
         return variables.object_protocol.generic_repr(tx, subject)
 
     return call_function

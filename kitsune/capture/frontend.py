@@ -1,11 +1,11 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `aliases`, `autograd_functions`, `called`, `causal_masks`,
-`changes`, `direct_calls`, `equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`,
-`retention`, `set_order`, `side_effects`, `transforms` and `truth`. `torch.compile` with a backend of one's own is
-public. What is not: the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen,
-the guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives,
-and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `aliases`, `attribute_reads`, `autograd_functions`,
+`called`, `causal_masks`, `changes`, `direct_calls`, `equality`, `function_looks`, `identity`, `kept_results`,
+`late_reads`, `lookups`, `protocols`, `refusing`, `retention`, `set_order`, `side_effects`, `transforms` and `truth`.
+`torch.compile` with a backend of one's own is public. What is not: the switch that guards hooks, the switches that keep
+numbers drawn on the host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo
+takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kitsune.capture import (
     kept_results,
     lookups,
     protocols,
+    refusing,
     set_order,
     side_effects,
     transforms,
@@ -52,6 +53,7 @@ from kitsune.capture.changes import Names, of_answers, of_facts
 from kitsune.capture.changes import noting as noting_names
 from kitsune.capture.direct_calls import DirectCall, Repetition
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
+from kitsune.capture.refusing import refuse
 from kitsune.capture.result_views import take_views
 from kitsune.capture.retention import Retention
 from kitsune.capture.signature import MARKED
@@ -311,6 +313,7 @@ def _strict_capture() -> Iterator[Called]:
             skip_tensor_guards_with_matching_dict_tags=False,  # such a tensor may be changed in place
             ignore_logger_methods={*config.ignore_logger_methods, *_said_once()},
         ),
+        refusing.for_good(),
         equality.strict(),
         lookups.guarded(),
         aliases.guarded(),
@@ -354,7 +357,7 @@ def _refuse_question() -> Callable[[Any], None]:
         while asking.f_code.co_name.startswith("is_") and getattr(asking, "parent", None) is not None:
             asking = asking.parent  # on whose behalf a library's function asks
         if asking.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            raise exc.Unsupported("the model asks whether it is being compiled, and would be told so")
+            refuse("the model asks whether it is being compiled, and would be told so")
         mark(frame)
 
     return answer
@@ -366,7 +369,7 @@ def _refuse_bounded() -> Any:
 
     def wrap_listlike(builder: Any, value: Any) -> Any:
         if isinstance(value, deque) and value.maxlen is not None:
-            raise exc.Unsupported("a collections.deque with a maxlen is used, which replays would fill beyond that")
+            refuse("a collections.deque with a maxlen is used, which replays would fill beyond that")
         return wrap(builder, value)
 
     return wrap_listlike
@@ -385,4 +388,4 @@ def _said_once() -> list[Any]:
 
 
 def _refuse_generator(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise exc.Unsupported("numbers drawn from a random.Random object would be the same at every replay")
+    refuse("numbers drawn from a random.Random object would be the same at every replay")

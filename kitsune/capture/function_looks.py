@@ -27,6 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import _is_setup_context_defined
 
 from kitsune.capture.applied_functions import AppliedFunction, name_of
+from kitsune.capture.refusing import refuse, take_back
 
 _MOST_RESULTS = 4
 """Of a function whose backward pass is told which gradients are missing: it is looked into for each set of these."""
@@ -86,16 +87,17 @@ class FunctionLook(Look):
             return
         places = applied.differentiable
         if len(places) > _MOST_RESULTS:
-            raise exc.Unsupported(f"{self.name}, with set_materialize_grads(False), has {len(places)} results")
+            refuse(f"{self.name}, with set_materialize_grads(False), has {len(places)} results")
         applied.missing = set()
         for given in itertools.chain.from_iterable(
             itertools.combinations(places, n) for n in range(len(places), -1, -1)
         ):
             try:
                 self._at_backward(self._gradients(given))
-            except exc.TorchDynamoException:
+            except exc.TorchDynamoException as error:
                 if given == tuple(places):
                     raise
+                take_back(error)
                 continue  # if it runs so, that is refused then
             applied.missing.add(frozenset(places) - frozenset(given))
 
@@ -111,7 +113,7 @@ class FunctionLook(Look):
 
     def _refuse_others(self) -> None:
         if not self._given.issuperset(self._tracer.lifted_freevars):
-            raise exc.Unsupported(f"{self.name} uses a tensor that is not among its arguments")
+            refuse(f"{self.name} uses a tensor that is not among its arguments")
 
 
 class _Rule(AutogradFunctionApplyVariable):
@@ -135,7 +137,7 @@ class _Rule(AutogradFunctionApplyVariable):
     def _method(self, tx: Any, name: str) -> Any:
         method = getattr(self._function, name)
         if not isinstance(method, types.FunctionType):
-            raise exc.Unsupported(f"{name_of(self._function)}.{name} is no static method that is written in Python")
+            refuse(f"{name_of(self._function)}.{name} is no static method that is written in Python")
         return VariableTracker.build(tx, method, AttrSource(self._source, name))
 
 
@@ -172,7 +174,7 @@ def add_call(tx: Any, function: type[Function], args: Sequence[Any], kwargs: Map
     tensors = [found] if found.is_tensor() else found.items
     expected = [seen] if is_alone else seen.items
     if is_alone != found.is_tensor() or len(tensors) != sum(one.is_tensor() for one in expected):
-        raise exc.Unsupported(f"{name_of(function)} returns something else than a tensor or a tuple")
+        refuse(f"{name_of(function)} returns something else than a tensor or a tuple")
     rest = iter(tensors)
     items: list[Any] = [next(rest) if one.is_tensor() else one for one in expected]
     applied.differentiable = [place for place, one in enumerate(items) if one.is_tensor() and one.requires_grad]
@@ -188,7 +190,7 @@ def _argument(applied: AppliedFunction, key: int | str, variable: Any) -> Any:
     except (NotImplementedError, exc.Unsupported):
         if variable.source is None or not hasattr(variable, "value"):
             kind = variable.python_type_name()
-            raise exc.Unsupported(f"{name_of(applied.function)} is given a {kind} that the call has made") from None
+            refuse(f"{name_of(applied.function)} is given a {kind} that the call has made")
         value = variable.value
     if type(value) in (type(None), bool, int, float, str):
         return value
@@ -214,7 +216,7 @@ def by_place(
     try:
         bound = signature(function.forward).bind(*begin, *args, **kwargs)
     except TypeError as error:
-        raise exc.Unsupported(f"{name_of(function)} is called with other arguments than it has: {error}") from error
+        refuse(f"{name_of(function)} is called with other arguments than it has: {error}")
     if has_setup:
         bound.apply_defaults()
     named = {name: _variable(tx, one) for name, one in bound.kwargs.items()}

@@ -37,7 +37,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable, UserDefinedObjectVariable
 
 from kitsune.capture.aliases import guard_of_alias
-from kitsune.capture.called import own_method, refuse
+from kitsune.capture.called import own_method
+from kitsune.capture.refusing import refuse
 
 _IS = {operator.is_: True, operator.is_not: False}
 _EQUALS = {operator.eq: True, operator.ne: False, "__eq__": True, "__ne__": False}

@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._dynamo import exc
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.variables import ConstantVariable
@@ -25,6 +24,7 @@ from torch.utils import _pytree as pytree
 from kitsune.capture.called import Called
 from kitsune.capture.equality import is_written_as
 from kitsune.capture.identity import UNKNOWN, object_of, pinned_object
+from kitsune.capture.refusing import refuse
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def _argument(tx: Any, kept: Any, variable: Any) -> Any:
         return variable.as_python_constant()
     found = pinned_object(tx, variable)
     if found is UNKNOWN or isinstance(found, torch.Tensor):
-        raise exc.Unsupported(f"{kept.__name__}() keeps results, and is given what the call makes")
+        refuse(f"{kept.__name__}() keeps results, and is given what the call makes")
     return found
 
 
@@ -69,10 +69,10 @@ def _answer(tx: Any, called: Called, ask: functools.partial[Any]) -> Any:
     name = ask.func.__name__
     try:
         value = ask()
-    except Exception as error:
-        raise exc.Unsupported(f"{name}() keeps results, and raised {type(error).__name__}") from error
+    except Exception as error:  # noqa: BLE001 - whatever it raises, plain PyTorch is to raise
+        refuse(f"{name}() keeps results, and raised {type(error).__name__}")
     if any(isinstance(leaf, (torch.Tensor, torch.nn.Module)) for leaf in pytree.tree_leaves(value)):
-        raise exc.Unsupported(f"{name}() keeps tensors that it makes")
+        refuse(f"{name}() keeps tensors that it makes")
     called.note_answer(functools.partial(_gives, ask, value, _same(value)))
     # What is in it is guarded like any other object's contents.
     return VariableBuilder(tx, GlobalSource(tx.output.install_global_by_id("kitsune_kept", value)))(value)

@@ -32,7 +32,8 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import AsPythonConstantNotImplementedError, ValueMutationNew
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 
-from kitsune.capture.called import IS_BEFORE_2_13, READS, own_method, realized, refuse
+from kitsune.capture.called import IS_BEFORE_2_13, READS, own_method, realized
+from kitsune.capture.refusing import refuse
 
 _ITERATING = {"__iter__": "GET_ITER", "__next__": "FOR_ITER", "__getitem__": "BINARY_SUBSCR"}
 """Methods by which an object is iterated, and the instructions that call each of them once."""

@@ -11,10 +11,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._dynamo import exc, polyfills, variables
+from torch._dynamo import polyfills, variables
 from torch._dynamo.variables import BuiltinVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
 from torch.nn.utils import stateless
+
+from kitsune.capture.refusing import refuse
 
 SetVariable: Any = vars(variables)["SetVariable"]  # in which module they are depends on the version of torch
 FrozensetVariable: Any = vars(variables)["FrozensetVariable"]
@@ -84,7 +86,7 @@ def _refuse_pop() -> Callable[..., Any]:
 
     def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "pop" and len(variable.items) > 1:
-            raise exc.Unsupported("pop() of a set is called, which takes the member that comes first in its order")
+            refuse("pop() of a set is called, which takes the member that comes first in its order")
         return call(variable, tx, name, args, kwargs)
 
     return call_method
@@ -95,7 +97,7 @@ def _refuse_new(write: Callable[..., Any]) -> Callable[..., Any]:
 
     def reconstruct(members: Any, *args: Any) -> Any:
         if _has_order_of_hashes(members) and len(members.items) > 1 and _order(members) is None:
-            raise exc.Unsupported("a set that the call makes is kept, whose order depends on how it was made")
+            refuse("a set that the call makes is kept, whose order depends on how it was made")
         return write(members, *args)
 
     return reconstruct
@@ -135,7 +137,7 @@ def _refuse(members: Any, tx: Any) -> None:
     if members.source is not None and not tx.output.side_effects.is_modified(members):
         return
     if _order(members) != [key.vt.as_python_constant() for key in members.items if key.vt.is_python_constant()]:
-        raise exc.Unsupported("the order of a set is asked for that the call makes or changes")
+        refuse("the order of a set is asked for that the call makes or changes")
 
 
 def _has_order_of_hashes(members: Any) -> bool:

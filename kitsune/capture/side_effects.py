@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
-from torch._dynamo import exc
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
@@ -29,6 +28,7 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.iter import IteratorVariable
 
 from kitsune.capture.lookups import guard_absence
+from kitsune.capture.refusing import refuse
 
 _PARTS = ("_base_vt", "_dict_vt", "_list_vt", "_set_vt")
 """Where the stand-in for an object of a class that is made of a container has that for the container."""
@@ -67,11 +67,10 @@ class _Container(NamedTuple):
         """Whether the keys that it had are not the first ones any more, in the order that they had."""
         return list(self.stand_in.items)[: len(self.keys)] != list(self.keys)
 
-    def refuse(self, why: str) -> exc.Unsupported:
-        """To be raised."""
+    def refuse(self, why: str) -> NoReturn:
         source = self.owner.source
         name = "" if source is None else f" ({_readable(source)})"
-        return exc.Unsupported(f"the call changes a {type(self.value).__name__}{name}, {why}")
+        refuse(f"the call changes a {type(self.value).__name__}{name}, {why}")
 
 
 @contextmanager
@@ -162,14 +161,14 @@ def _prepare(effects: Any, changed: _Container) -> None:
         Unsupported: it would not be left as the call leaves it.
     """
     if not effects.is_modified(changed.owner):
-        raise changed.refuse("in a way that Dynamo does not note down")
+        changed.refuse("in a way that Dynamo does not note down")
     if changed.stand_in._contains_self_reference():
-        raise changed.refuse("which is a member of itself")
+        changed.refuse("which is a member of itself")
     if type(changed.value) is set:
         if changed.stand_in.should_reconstruct_all or len(changed.stand_in.items) > len(changed.keys) + 1:
-            raise changed.refuse("by more than one new member: its order would be another one")
+            changed.refuse("by more than one new member: its order would be another one")
     elif not _is_rewritten(changed.value):
-        raise changed.refuse("of a class of its own, which may have others run in them")
+        changed.refuse("of a class of its own, which may have others run in them")
     elif changed.is_reordered():
         changed.stand_in.should_reconstruct_all = True
 
@@ -189,7 +188,7 @@ def _refuse_gradients(written: Any) -> None:
 
     def look(variable: Any) -> None:
         if getattr(getattr(variable, "source", None), "member", None) in ("grad", "_grad"):
-            raise exc.Unsupported(f"the call keeps what is in {_readable(variable.source)}")
+            refuse(f"the call keeps what is in {_readable(variable.source)}")
 
     VariableTracker.visit(look, written)
 
@@ -205,7 +204,7 @@ def _iterators(kind: type) -> Iterator[type]:
 
 def _refuse_iterator(variable: Any, _codegen: Any) -> None:
     """What Dynamo calls to have its code make an iterator: of another kind, over a copy of what is left."""
-    raise exc.Unsupported(f"an iterator that the call makes is kept ({variable.python_type().__name__})")
+    refuse(f"an iterator that the call makes is kept ({variable.python_type().__name__})")
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -221,14 +220,14 @@ def _refuse_attributes() -> Callable[..., Any]:
         if isinstance(stand_in, TensorVariable) and not _has_no_gradient_yet(stand_in, name, value):
             _refuse_setter(name)
         if isinstance(stand_in, UserDefinedClassVariable):  # its objects would have the old one until the call ends
-            raise exc.Unsupported(f"the attribute {name!r} of a class ({stand_in.value.__qualname__}) is assigned")
+            refuse(f"the attribute {name!r} of a class ({stand_in.value.__qualname__}) is assigned")
         before = effects.store_attr_mutations.get(stand_in, {}).get(name)
         is_object = isinstance(stand_in, UserDefinedObjectVariable) and stand_in.source is not None
         is_taken_back = before is not None and isinstance(value, DeletedVariable)
         if is_object and is_taken_back and not guard_absence(stand_in, name):
-            raise exc.Unsupported(f"{name!r}, which was there before, is assigned and deleted")
+            refuse(f"{name!r}, which was there before, is assigned and deleted")
         if isinstance(before, DeletedVariable) and not isinstance(value, DeletedVariable):
-            raise exc.Unsupported(f"{name!r} is deleted and assigned again, which puts it last")
+            refuse(f"{name!r} is deleted and assigned again, which puts it last")
         return store(effects, stand_in, name, value, *args, **options)
 
     return store_attr
@@ -240,7 +239,7 @@ def _refuse_setters() -> Callable[..., Any]:
 
     def call_method(tensor: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("__setattr__", "__delattr__"):
-            raise exc.Unsupported(f"{name}() of a tensor is called")
+            refuse(f"{name}() of a tensor is called")
         return call(tensor, tx, name, args, kwargs)
 
     return call_method
@@ -255,7 +254,7 @@ def _has_no_gradient_yet(tensor: Any, name: str, value: Any) -> bool:
 def _refuse_setter(name: str) -> None:
     """Of a tensor's attributes that are part of it, as `grad`: replays would assign them at another moment."""
     if hasattr(type(getattr(torch.Tensor, name, None)), "__set__"):
-        raise exc.Unsupported(f"the attribute {name!r} of a tensor is assigned")
+        refuse(f"the attribute {name!r} of a tensor is assigned")
 
 
 def _readable(source: Any) -> str:

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from torch._dynamo import exc, symbolic_convert
+from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import UserDefinedObjectVariable
+
+from kitsune.capture.refusing import refuse
 
 
 @contextmanager
@@ -35,7 +37,7 @@ def _refusing_what_is_false() -> Callable[..., Any]:
         answer = ask(tx, variable)
         is_looked_at = isinstance(variable, UserDefinedObjectVariable)
         if not is_looked_at and answer.is_python_constant() and not answer.as_python_constant():
-            raise exc.Unsupported(f"whether a {variable.python_type().__name__} is empty decides what is done")
+            refuse(f"whether a {variable.python_type().__name__} is empty decides what is done")
         return answer
 
     return generic_bool
@@ -50,7 +52,7 @@ def _refusing_builtin_truth() -> Callable[..., Any]:
             kind = type(variable.value)
             method = getattr(kind, "__bool__", None) or getattr(kind, "__len__", None)
             if isinstance(method, types.WrapperDescriptorType):
-                raise exc.Unsupported(f"whether a {kind.__name__} is true, or empty, decides what is done")
+                refuse(f"whether a {kind.__name__} is true, or empty, decides what is done")
         return look_up(variable, tx, name)
 
     return var_getattr
