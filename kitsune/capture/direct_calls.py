@@ -67,6 +67,8 @@ class DirectCall:
         if len(entries) != 1 or code.co_flags & _VARIADIC or code.co_kwonlyargcount:
             return None
         compiled = entries[0].code
+        if compiled is None:  # what a guard was about no longer exists
+            return None
         return cls(function, entries[0]) if compiled.co_freevars == code.co_freevars else None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import types
@@ -197,3 +198,24 @@ def test_functions_become_one(form: str) -> None:
             training.model.other = training.model.one
 
     compare(form, build, steps=12, edit=edit, replays=7)
+
+
+class Copying(Net):
+    """Copies a set, which is another object at each call."""
+
+    kept = frozenset[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(copy.deepcopy(self.kept))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_guard_is_about_may_be_gone_before_the_first_replay(form: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = Copying()
+        return made, adam(made)
+
+    def edit(training: Training, _: int) -> None:
+        training.model.kept = {1}
+
+    compare(form, build, steps=8, edit=edit, replays=0)
