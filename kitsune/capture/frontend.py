@@ -1,11 +1,11 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `attribute_reads`, `autograd_functions`,
-`called`, `causal_masks`, `changes`, `direct_calls`, `equality`, `function_looks`, `identity`, `kept_results`,
-`late_reads`, `lookups`, `protocols`, `refusing`, `retention`, `set_order`, `side_effects`, `transforms` and `truth`.
-`torch.compile` with a backend of one's own is public. What is not: the switch that guards hooks, the switches that keep
-numbers drawn on the host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo
-takes a sequence for, the advice that it gives, and its marks on tensors.
+`called`, `causal_masks`, `changes`, `dict_attributes`, `direct_calls`, `equality`, `function_looks`, `identity`,
+`kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`, `set_order`, `side_effects`, `transforms`
+and `truth`. `torch.compile` with a backend of one's own is public. What is not: the switch that guards hooks, the
+switches that keep numbers drawn on the host from being frozen, the guards, that a call asks whether it is being
+compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kitsune.capture import (
     attribute_reads,
     autograd_functions,
     causal_masks,
+    dict_attributes,
     equality,
     identity,
     kept_results,
@@ -316,6 +317,7 @@ def _strict_capture() -> Iterator[Called]:
         refusing.for_good(),
         equality.strict(),
         lookups.guarded(),
+        dict_attributes.guarded(),
         aliases.guarded(),
         identity.guarded(),
         side_effects.written_or_refused(),

@@ -314,6 +314,23 @@ class Annotated(Peculiar):
 # What the loop changes by turns
 
 
+class Settings(dict[str, float]):
+    """Has attributes, and no items."""
+
+
+class WithSettings(Peculiar):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings: Any = Settings()
+        self.settings.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.settings.factor
+
+    def change(self) -> None:
+        self.settings.factor *= 0.9
+
+
 class Experts(Peculiar):
     """One of several weights, by turns."""
 
@@ -490,6 +507,7 @@ WITH_STATE: dict[str, Callable[[], nn.Module]] = {
     "key by value": KeyByValue,
     "epochs": Epochs,
     "annotated": Annotated,
+    "settings": WithSettings,
     "experts": Experts,
     "frozen by turns": FrozenByTurns,
     "momentum by turns": Momentum,
