@@ -23,7 +23,9 @@ from torch._dynamo.variables import (
     UserFunctionVariable,
     constant,
 )
+from torch._dynamo.variables.misc import ExceptionVariable
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
+from torch._dynamo.variables.user_defined import UserDefinedExceptionObjectVariable
 
 from kitsune.capture.called import (
     IMMUTABLE,
@@ -88,6 +90,9 @@ def _look_at(called: Called, variable: Any, name: str) -> None:
     if isinstance(subject, (NumpyNdarrayVariable, NumpyVariable)):
         if name in _OF_ARRAYS:
             refuse(NUMPY)
+    elif isinstance(subject, (ExceptionVariable, UserDefinedExceptionObjectVariable)):
+        if name == "args":  # what Python itself raises, Dynamo raises in words of its own
+            refuse("the arguments of an exception are read")
     elif isinstance(subject, TorchInGraphFunctionVariable):
         if name in getattr(subject.value, "__dict__", ()):
             called.note_attribute(subject.value, name)

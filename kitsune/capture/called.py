@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import enum
 import functools
+import operator
 import os
 import sys
 import types
@@ -25,7 +26,14 @@ from torch._dynamo.symbolic_convert import (
     InstructionTranslatorBase,
     _import_module,
 )
-from torch._dynamo.variables import BuiltinVariable, PolyfilledFunctionVariable, UserDefinedClassVariable, builtin
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    NumpyVariable,
+    PolyfilledFunctionVariable,
+    UserDefinedClassVariable,
+    UserFunctionVariable,
+    builtin,
+)
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
@@ -53,6 +61,9 @@ _ARITHMETIC = (
     *(f"__{name}__" for name in ("neg", "pos", "abs", "eq", "lt", "le", "gt", "ge")),
 )
 
+_IN_PLACE = frozenset(getattr(operator, f"i{name}") for name in (*_OPERATORS, "lshift", "rshift"))
+"""What Dynamo calls while it captures, where it is given constants."""
+
 _OF_DEFINITIONS = frozenset(
     {"__delattr__", "__doc__", "__firstlineno__", "__init__", "__module__", "__new__", "__prepare__", "__qualname__"}
     | {"__setattr__", "__static_attributes__"}
@@ -67,6 +78,7 @@ class Called:
 
     def __init__(self) -> None:
         self._functions: dict[types.FunctionType, None] = {}
+        self._unguarded: dict[types.FunctionType, None] = {}
         self._classes: dict[type, None] = {}
         self._builtins: dict[tuple[int, str], dict[str, Any]] = {}
         self._modules: dict[str, None] = {}
@@ -80,6 +92,10 @@ class Called:
     def note_function(self, function: types.FunctionType) -> None:
         """It was run."""
         self._functions[function] = None
+
+    def note_unguarded(self, function: types.FunctionType) -> None:
+        """It was run, and Dynamo guards neither its defaults nor what its closure holds."""
+        self._unguarded[function] = None
 
     def note_class(self, kind: type) -> None:
         """An object of it was met, or the class itself."""
@@ -132,6 +148,13 @@ class Called:
         """What must stay for a call to run the same functions again."""
         for function in self._functions:
             yield attribute(function, "__code__")
+        for function in self._unguarded:
+            yield attribute(function, "__defaults__")
+            yield attribute(function, "__kwdefaults__")
+            if function.__kwdefaults__ is not None:
+                yield contents(function.__kwdefaults__)
+            for cell in _assigned(function):
+                yield attribute(cell, "cell_contents")
         for kind in self._classes:
             if not kind.__flags__ & IMMUTABLE:
                 yield definition(kind)
@@ -179,6 +202,7 @@ def noting() -> Iterator[Called]:
         mock.patch.object(BuiltinVariable, "call_function", _noting_questions(called)),
         mock.patch.object(UserDefinedClassVariable, "call_function", _refusing_what_is_made()),
         mock.patch.object(PolyfilledFunctionVariable, "call_function", _noting_settings(called)),
+        mock.patch.object(NumpyVariable, "as_python_constant", _refusing_constants()),
     )
     with ExitStack() as stack:
         for patch in patches:
@@ -239,7 +263,7 @@ def _metaclasses(kind: type) -> tuple[type, ...]:
 
 def _is_own(subject: Any) -> bool:
     """Whether a class or a function is neither of Python's library nor torch's."""
-    return subject.__module__.partition(".")[0] not in _NOT_THE_MODELS
+    return (subject.__module__ or "").partition(".")[0] not in _NOT_THE_MODELS
 
 
 def _noting_functions(called: Called) -> Callable[..., Any]:
@@ -248,12 +272,39 @@ def _noting_functions(called: Called) -> Callable[..., Any]:
     def inline_call(parent: Any, function: Any, args: Sequence[Any], kwargs: Any, **options: Any) -> Any:
         with suppress(NotImplementedError):  # what the call itself makes, and what has no class
             called.note_function(function.get_function())
+            if isinstance(function, UserFunctionVariable) and function.get_source() is None:
+                _note_what_it_holds(called, function.get_function())
             owner = _owner(getattr(function, "obj", None) or (args[0] if args else None))
             if owner is not None:
                 called.note_class(owner)
         return inline(parent, function, args, kwargs, **options)
 
     return inline_call
+
+
+def _note_what_it_holds(called: Called, function: types.FunctionType) -> None:
+    """Of a function that Dynamo has found by itself, such as the `__init__()` of a class that is called."""
+    if not _is_own(function):
+        return
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [cell.cell_contents for cell in _assigned(function)]
+    if any(map(_may_change, held)):
+        refuse(f"{function.__qualname__}() has a container in its defaults or in its closure")
+    called.note_unguarded(function)
+
+
+def _assigned(function: types.FunctionType) -> Iterator[types.CellType]:
+    """The cells of its closure that hold something."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            cell.cell_contents  # noqa: B018 - raises where there is nothing
+            yield cell
+
+
+def _may_change(value: object) -> bool:
+    return isinstance(value, (list, dict, set)) or (
+        isinstance(value, (tuple, frozenset)) and any(map(_may_change, value))
+    )
 
 
 def _owner(subject: Any) -> type | None:
@@ -343,7 +394,26 @@ def _noting_settings(called: Called) -> Callable[..., Any]:
 def _is_of_numpy(variable: Any) -> bool:
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
         return _is_numpy(variable.peek_value())
-    return isinstance(realized(variable), NumpyNdarrayVariable)
+    return is_array(realized(variable))
+
+
+def is_array(variable: Any) -> bool:
+    """Whether a variable that Dynamo has looked at stands for an array or a number of NumPy's."""
+    if isinstance(variable, NumpyVariable):  # a function, else
+        return _is_numpy(variable.value) and hasattr(variable.value, "__array_interface__")
+    return isinstance(variable, NumpyNdarrayVariable)
+
+
+def _refusing_constants() -> Callable[..., Any]:
+    """What Dynamo calls for something of NumPy's as it is while it captures, which is guarded for functions alone."""
+    take: Callable[..., Any] = NumpyVariable.as_python_constant
+
+    def as_python_constant(variable: Any) -> Any:
+        if is_array(variable):
+            raise NotImplementedError
+        return take(variable)
+
+    return as_python_constant
 
 
 def realized(variable: Any) -> Any:
@@ -363,6 +433,8 @@ def _noting_questions(called: Called) -> Callable[..., Any]:
             refuse("dir() is called")
         if variable.fn in (isinstance, type, len) and args and _is_of_numpy(args[0]):
             refuse(NUMPY)
+        if variable.fn in _IN_PLACE and _is_of_numpy(args[0]):
+            refuse("an array of NumPy is changed in place")
         if variable.fn in (isinstance, issubclass) and len(args) == 2:
             try:
                 called.note_question(args[1].as_python_constant())

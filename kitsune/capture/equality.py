@@ -17,11 +17,8 @@ from unittest import mock
 from torch._dynamo import variables
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import BuiltinVariable, LazyVariableTracker, UserDefinedObjectVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
-
-from kitsune.capture.refusing import refuse
 
 
 @contextmanager
@@ -44,7 +41,6 @@ def strict() -> Iterator[None]:
         *_guards_of_sameness(),
         (ConstDictVariable, "install_dict_keys_match_guard", guard_order),
         (CommonListMethodsVariable, "call_method", call_method),
-        (BuiltinVariable, "call_function", _guard_text()),
         *_guards_of_wholes(),
     ]
     with ExitStack() as stack:
@@ -105,24 +101,6 @@ def _guard_whole(use: Callable[..., Any]) -> Callable[..., Any]:
         return use(variable, *args, **kwargs)
 
     return guarded_use
-
-
-def _guard_text() -> Callable[..., Any]:
-    """What Dynamo calls for a builtin: for `str` it asks an object for its text, and guards nothing that is in it."""
-    call: Callable[..., Any] = BuiltinVariable.call_function
-
-    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if variable.fn is not str or len(args) != 1 or kwargs:
-            return call(variable, tx, args, kwargs)
-        subject = args[0].realize() if isinstance(args[0], LazyVariableTracker) else args[0]
-        is_asked = isinstance(subject, UserDefinedObjectVariable) and type(subject.value).__str__ is object.__str__
-        if not is_asked:
-            return call(variable, tx, args, kwargs)
-        if not hasattr(variables, "object_protocol"):  # before torch 2.13
-            refuse("an object is turned into text, by str()")
-        return variables.object_protocol.generic_repr(tx, subject)
-
-    return call_function
 
 
 _DICTIONARIES = tuple(

@@ -2,10 +2,10 @@
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `attribute_reads`, `autograd_functions`,
 `called`, `causal_masks`, `changes`, `dict_attributes`, `direct_calls`, `equality`, `function_looks`, `identity`,
-`kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`, `set_order`, `side_effects`, `transforms`
-and `truth`. `torch.compile` with a backend of one's own is public. What is not: the switch that guards hooks, the
-switches that keep numbers drawn on the host from being frozen, the guards, that a call asks whether it is being
-compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
+`kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`, `set_order`, `side_effects`, `texts`,
+`transforms` and `truth`. `torch.compile` with a backend of one's own is public. What is not: the switch that guards
+hooks, the switches that keep numbers drawn on the host from being frozen, the guards, that a call asks whether it is
+being compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from kitsune.capture import (
     refusing,
     set_order,
     side_effects,
+    texts,
     transforms,
     truth,
 )
@@ -323,6 +324,7 @@ def _strict_capture() -> Iterator[Called]:
         side_effects.written_or_refused(),
         set_order.known_or_refused(),
         truth.known_or_refused(),
+        texts.known_or_refused(),
         protocols.refused(),
         causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),

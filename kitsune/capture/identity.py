@@ -37,7 +37,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.user_defined import FrozenDataClassVariable, UserDefinedObjectVariable
 
 from kitsune.capture.aliases import guard_of_alias
-from kitsune.capture.called import own_method
+from kitsune.capture.called import is_array, own_method
 from kitsune.capture.refusing import refuse
 
 _IS = {operator.is_: True, operator.is_not: False}
@@ -93,6 +93,8 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     yield key, "__init__", _pinning(key.__init__)
     yield key, "__hash__", _hashing(key.__hash__)
     yield key, "__eq__", _telling_apart(key.__eq__)
+    for module in filter(None, (dicts, getattr(variables, "sets", None), getattr(variables, "hashable", None))):
+        yield module, "is_hashable", _refusing_what_has_no_hash(module.is_hashable)
     for kind in _CONSTANT:
         yield kind, "as_python_constant", _pinning_constant(kind.as_python_constant)
 
@@ -313,6 +315,8 @@ def _refuse_own_hash(variable: Any) -> None:
     """Of what goes by identity, Dynamo knows better from torch 2.13 on; before, it refuses the same."""
     if isinstance(variable, variables.NamedTupleVariable):  # equal to a tuple, which Dynamo does not know
         refuse("a named tuple is a key of a dictionary, or a member of a set")
+    if is_array(variable):
+        refuse("an array or a number of NumPy's is a key of a dictionary, or a member of a set")
     for member in variable.items if isinstance(variable, variables.TupleVariable) else ():
         _refuse_own_hash(_unwrapped(member))
     if isinstance(variable, FrozenDataClassVariable):
@@ -323,6 +327,17 @@ def _refuse_own_hash(variable: Any) -> None:
     if not isinstance(variable, FrozenDataClassVariable) and own_method(kind, "__hash__"):
         problem = f"an object of the class {kind.__name__}, which has a __hash__() of its own, is a key of a dictionary"
         refuse(f"{problem}, or a member of a set")
+
+
+def _refusing_what_has_no_hash(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What Dynamo calls before it looks for a key: it takes one that has no hash, or an array, to be missing."""
+
+    def is_hashable(variable: Any) -> bool:
+        if not ask(variable):
+            refuse("what is looked for in a dictionary or a set has no hash, or is an array or a number of NumPy's")
+        return True
+
+    return is_hashable
 
 
 def _hashing(compute: Callable[[Any], int]) -> Callable[[Any], int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import collections.abc
+import dataclasses
+import operator
 import os
 import sys
 import types
@@ -364,3 +366,104 @@ def test_a_module_is_replaced_that_functions_of_several_modules_import() -> None
         for namespace in namespaces:
             call, _ = guarded(namespace["scaled"])
             assert call(torch.ones(1)).item() == k
+
+
+def made_with_default(factor: float) -> type:
+    class Made:
+        def __init__(self, factor: float = factor) -> None:
+            self.factor = factor
+
+    return Made
+
+
+def made_with_keyword(factor: float) -> type:
+    class Made:
+        def __init__(self, *, factor: float = factor) -> None:
+            self.factor = factor
+
+    return Made
+
+
+def made_as_record(factor: float) -> type:
+    @dataclasses.dataclass
+    class Made:
+        factor: float
+
+    Made.__init__.__defaults__ = (factor,)  # type: ignore[attr-defined]
+    return Made
+
+
+def set_defaults(kind: Any) -> None:
+    kind.__init__.__defaults__ = (2.0,)
+
+
+def set_keywords(kind: Any) -> None:
+    kind.__init__.__kwdefaults__ = {"factor": 2.0}
+
+
+def set_keyword(kind: Any) -> None:
+    kind.__init__.__kwdefaults__["factor"] = 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (made_with_default, set_defaults),
+        (made_with_keyword, set_keywords),
+        (made_with_keyword, set_keyword),
+        (made_as_record, set_defaults),
+    ],
+)
+def test_the_defaults_of_a_class_that_is_called(make: Callable[[float], type], change: Callable[[Any], None]) -> None:
+    def build() -> Any:
+        kind = make(1.0)
+        return model(lambda self, x: x * kind().factor), lambda: change(kind)
+
+    noticed(build)
+
+
+def test_the_closure_of_a_class_that_is_called() -> None:
+    def build() -> Any:
+        factor = 1.0
+
+        class Made:
+            def __init__(self) -> None:
+                self.factor = factor
+
+        def change() -> None:
+            nonlocal factor
+            factor = 2.0
+
+        return model(lambda self, x: x * Made().factor), change
+
+    noticed(build)
+
+
+@pytest.mark.support(
+    "Models",
+    "a class that is called, with a list among the defaults of its `__init__()`",
+    "plain PyTorch, with a reason",
+)
+def test_a_container_in_the_defaults_of_a_class_that_is_called() -> None:
+    class Made:
+        def __init__(self, factors: list[float] = [1.0]) -> None:  # noqa: B006 - that is what it is about
+            self.factor = factors[0]
+
+    call, _ = guarded(lambda x: x * Made().factor)
+    with pytest.raises(RefusedError, match="has a container in its defaults"):
+        call(torch.ones(2))
+
+
+@pytest.mark.parametrize("change", [operator.iadd, operator.imul, operator.isub])
+def test_an_array_is_not_changed_by_a_capture(change: Callable[[Any, int], object]) -> None:
+    array = numpy.ones(2)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        change(array, 3)
+        return x
+
+    made = model(forward)
+    call, _ = guarded(lambda x: made(x))
+    with pytest.raises(RefusedError, match="an array of NumPy is changed in place"):
+        call(torch.ones(2))
+    assert array.tolist() == [1, 1]

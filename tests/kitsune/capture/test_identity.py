@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -219,3 +221,22 @@ def test_what_a_guard_is_about_may_be_gone_before_the_first_replay(form: str) ->
         training.model.kept = {1}
 
     compare(form, build, steps=8, edit=edit, replays=0)
+
+
+@pytest.mark.parametrize("look_up", [dict.get, operator.contains, operator.getitem])
+@pytest.mark.parametrize("key", [numpy.int64(1), numpy.float64(1), numpy.bool_(True)], ids=["int", "float", "bool"])
+def test_a_number_of_numpy_is_no_key(key: Any, look_up: Callable[..., Any]) -> None:
+    made = model(lambda self, x: x * (2.0 if look_up({1: 1.5}, self.key) else 1.0), key=key)
+    call, runner = guarded(lambda x: made(x))
+    with pytest.raises(RefusedError):
+        call(torch.ones(2))
+    assert not runner.graphs
+
+
+@pytest.mark.parametrize("look_up", [dict.get, operator.contains, operator.getitem])
+@pytest.mark.parametrize("key", [[1, 2], {1, 2}, {1: 2}, bytearray(b"12")], ids=["list", "set", "dict", "bytes"])
+def test_what_has_no_hash_is_no_key(key: Any, look_up: Callable[..., Any]) -> None:
+    made = model(lambda self, x: x * (2.0 if look_up({(1, 2): 1.5}, self.key) else 1.0), key=key)
+    call, _ = guarded(lambda x: made(x))
+    with pytest.raises((RefusedError, TypeError)):
+        call(torch.ones(2))
