@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import kitsune
 import models
+from kitsune.fallback import Chooser
 
 NUM_BATCHES = 50
 NUM_HELD_OUT = 20
@@ -129,6 +130,8 @@ def test_a_thousand_steps_on_a_gpu(name: str, size: int, amp: bool, seed: int, m
     if missing is not None:
         pytest.skip(missing)
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")  # it is the default
+    # Which is faster depends on what else the machine does.
+    monkeypatch.setattr(Chooser, "_settle", lambda chooser: setattr(chooser, "settled", True))
     status = compare(Setting(name, size, torch.device("cuda"), 1000, amp, seed))
     assert status.fused, status
 
