@@ -141,6 +141,11 @@ def has_checkpoint(layers: tuple[Layer, ...]) -> bool:
     return "checkpoint" in _flat(layers)
 
 
+def has_experts(layers: tuple[Layer, ...]) -> bool:
+    """Whether there are parameters that take part later than others."""
+    return "experts" in _flat(layers)
+
+
 def _flat(layers: tuple[Layer, ...]) -> Iterator[str]:
     for layer in layers:
         if isinstance(layer, str):
