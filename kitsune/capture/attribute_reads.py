@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,14 @@ _SHARED: list[Any] = [one for name, one in vars(constant).items() if name.starts
 _OF_ARRAYS = frozenset(
     {"__class__", "data", "dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size", "strides"}
 )
+_OF_TENSORS = frozenset(
+    {
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_cdata", "_python_dispatch", "_is_zerotensor"),
+        *("retains_grad", "output_nr", "name", "volatile"),
+    }
+)
+"""What Dynamo guards of no tensor: it takes what it finds for a constant."""
+
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 
 
@@ -63,12 +72,12 @@ def noted(called: Called) -> Iterator[None]:
         one.source = None
     with (
         mock.patch.object(READS, "call_function", call_function),
-        mock.patch.object(TensorVariable, "var_getattr", _sharing_nothing()),
+        mock.patch.object(TensorVariable, "var_getattr", _reading_tensors()),
     ):
         yield
 
 
-def _sharing_nothing() -> Callable[..., Any]:
+def _reading_tensors() -> Callable[..., Any]:
     """What Dynamo calls for an attribute of a tensor. Where one is found it notes at a constant that captures share.
 
     Later ones would write what is found there, instead of the constant.
@@ -76,6 +85,8 @@ def _sharing_nothing() -> Callable[..., Any]:
     read: Callable[..., Any] = TensorVariable.var_getattr
 
     def var_getattr(variable: Any, tx: Any, name: str) -> Any:
+        if name in _OF_TENSORS and variable.source is not None:
+            refuse(f"{name} of a tensor is read, which may be another one at each call")
         found = read(variable, tx, name)
         if not any(found is one for one in _SHARED):
             return found
@@ -135,5 +146,8 @@ def _look_at_member(called: Called, member: enum.Enum, name: str) -> None:
     found = getattr(type(member), name, None)
     if isinstance(vars(type(member)).get(name), property) or own_method(type(member), name):
         refuse(f"{name} of a member of the enumeration {type(member).__name__} is code of its own")
+    value = member.value if name == "value" else vars(member).get(name)
+    if isinstance(value, (list, dict, set, tuple, deque)) and not ConstantVariable.is_literal(value):
+        refuse(f"{name} of a member of the enumeration {type(member).__name__} may change in place")
     if found is None or not callable(found):
         called.note_attribute(member, name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
     ValueMutationExisting,
@@ -31,13 +32,13 @@ from torch._dynamo.variables.base import (
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
-from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable, AutogradFunctionVariable, CellVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Source
 from torch.autograd import Function, forward_ad
 
 from kitsune.capture.applied_functions import name_of
-from kitsune.capture.called import Called
+from kitsune.capture.called import IS_BEFORE_2_13, Called, realized
 from kitsune.capture.function_looks import FunctionLook, Look, add_call, by_place
 from kitsune.capture.late_reads import LateReads, facts_about, late_reads, read_late
 from kitsune.capture.refusing import refuse
@@ -72,8 +73,11 @@ def called_themselves(called: Called) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, method in patches:
             stack.enter_context(mock.patch.object(owner, name, _instead(method, getattr(owner, name))))
-        noting = staticmethod(inspector.noting(VariableTracker.build))
-        stack.enter_context(mock.patch.object(VariableTracker, "build", noting))
+        makers = [(VariableTracker, "build", inspector.noting(VariableTracker.build))]
+        if IS_BEFORE_2_13:  # where attributes of objects are made so
+            makers.append((LazyVariableTracker, "create", inspector.noting_later(LazyVariableTracker.create)))
+        for owner, name, maker in makers:
+            stack.enter_context(mock.patch.object(owner, name, staticmethod(maker)))
         yield
 
 
@@ -114,7 +118,7 @@ class _Inspector:
             method = getattr(function, name)
             if isinstance(method, types.FunctionType):
                 self._called.note_function(method)
-        self._note_late(look, call.node, tx.output)
+        self._note_late(look, call.node, tx.output, look.kept())
         return call.returned
 
     def register_hook(self, original: _Original, variable: Any, tx: Any, name: str, hook: Any) -> Any:
@@ -126,7 +130,7 @@ class _Inspector:
             handle = original(tx, name, hook)
         look.early = look.late or {}  # what it finds is part of the graph
         if not variable.source:
-            self._note_late(look, variable.as_proxy().node, tx.output)
+            self._note_late(look, variable.as_proxy().node, tx.output, [hook])
         return handle
 
     def checkpoint(self, original: _Original, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,16 +144,25 @@ class _Inspector:
         if not self._checkpoints:
             nodes = reversed(tx.output.current_tracer.graph.nodes)
             node = next(node for node in nodes if node.target is variable.value)
-            read_late(node, LateReads(shared=facts_about(read, tx.output)))
+            read |= dict.fromkeys(_sources_in((args, kwargs), tx.output.side_effects))
+            self._go_by(node, LateReads(shared=facts_about(read, tx.output)))
         return returned
 
-    def _note_late(self, look: Look, node: fx.Node, output: Any) -> None:
-        late = look.late or {}
+    def _note_late(self, look: Look, node: fx.Node, output: Any, kept: Iterable[Any]) -> None:
+        """`kept` is where the backward pass may have variables from, beside those that it builds."""
+        known = dict.fromkeys(_sources_in(kept, output.side_effects))
+        late = {**(look.late or {}), **known}
         try:
-            read_late(node, late_reads(late, look.early, output))
+            reads = late_reads(late, {**look.early, **known}, output)
         except LookupError as error:
             refuse(f"{look.name} reads in backward() what may be another object then: {error}")
         self._read_late.update(late)
+        self._go_by(node, reads)
+
+    def _go_by(self, node: fx.Node, reads: LateReads) -> None:
+        """The backward pass of a node, and so each call: both are compared with what was captured."""
+        read_late(node, reads)
+        self._called.note_facts((*reads.alone, *reads.shared))
 
     @contextmanager
     def _looking(self, look: Look) -> Iterator[None]:
@@ -167,6 +180,8 @@ class _Inspector:
     def change(self, original: _Original, _effects: SideEffects, item: Any) -> Any:
         """A container is to be changed."""
         self._refuse_change(item)
+        if getattr(item, "source", None) in self._read_late:
+            refuse("the backward pass of an autograd.Function reads a container, which is changed before it runs")
         return original(item)
 
     def _refuse_change(self, item: Any) -> None:
@@ -205,6 +220,15 @@ class _Inspector:
 
         return build
 
+    def noting_later(self, original: _Original) -> Callable[..., Any]:
+        """`LazyVariableTracker.create`, likewise."""
+
+        def create(value: Any, source: Source | None, **options: Any) -> Any:
+            self._note(source)
+            return original(value, source, **options)
+
+        return create
+
     def _note(self, source: Source | None) -> None:
         if source is None:
             return
@@ -212,6 +236,22 @@ class _Inspector:
             (look.early if look.late is None else look.late)[source] = None
         for read in self._checkpoints:
             read[source] = None
+
+
+def _sources_in(variables: Iterable[Any], effects: SideEffects) -> Iterator[Source]:
+    """Where Dynamo found the objects that can be reached from variables, those of enclosing functions included."""
+    known: dict[int, Any] = {}
+    waiting = [list(variables)]
+    while waiting:
+        reached: list[Any] = []
+        VariableTracker.visit(reached.append, waiting.pop(), known)
+        for one in map(realized, reached):
+            if isinstance(one, CellVariable):
+                contents = [one.pre_existing_contents, *effects.store_attr_mutations.get(one, {}).values()]
+                waiting.append([each for each in contents if each is not None])
+                yield from (each.source for each in map(realized, waiting[-1]) if each.source is not None)
+            elif one.source is not None and not isinstance(one, (TensorVariable, ConstantVariable)):
+                yield one.source
 
 
 def _refuse(tx: Any, function: type[Function]) -> None:

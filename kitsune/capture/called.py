@@ -15,7 +15,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, get_args
 from unittest import mock
@@ -86,6 +86,7 @@ class Called:
         self._attributes: dict[tuple[int, str], object] = {}
         self._mappings: dict[int, dict[Any, Any]] = {}
         self._answers: dict[tuple[object, ...], Callable[[], object]] = {}
+        self._facts: list[Fact] = []
         self._asks_abstract_classes = False
         self._warns = False
 
@@ -132,6 +133,10 @@ class Called:
         """It was called, and decides by what it gives."""
         self._answers[ask.func, tuple(map(id, ask.args)), tuple(ask.keywords)] = ask
 
+    def note_facts(self, facts: Iterable[Fact]) -> None:
+        """They must stay."""
+        self._facts += facts
+
     def note_question(self, kinds: object) -> None:
         """Whether something is of a class of these was asked, by `isinstance` or `issubclass`."""
         if isinstance(kinds, tuple):
@@ -167,14 +172,17 @@ class Called:
         for (_, name), subject in self._attributes.items():
             yield attribute(subject, name)
         yield from map(contents, self._mappings.values())
-        for ask in self._answers.values():
-            yield result(ask)
+        yield from self._facts
         if self._asks_abstract_classes:
             yield result(abc.get_cache_token)
         if os._Environ in self._classes:
             yield result(environment)
         if self._warns:
             yield result(filters_of_warnings)
+
+    def answers(self) -> Iterator[Fact]:
+        """What must be given to it, beside. To ask may change what is kept, so all else is to be looked at before."""
+        return map(result, self._answers.values())
 
 
 def environment() -> tuple[tuple[Any, Any], ...]:

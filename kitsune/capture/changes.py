@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import ast
-import functools
 import re
 import sys
 import types
@@ -23,6 +22,7 @@ import torch
 from torch._dynamo.guards import CheckFunctionManager
 
 from kitsune.capture.called import SETTINGS, environment, filters_of_warnings
+from kitsune.capture.late_reads import look
 from kitsune.capture.named_places import MISSING, UNREADABLE, Place, Scope, read_attribute, read_item
 from kitsune.capture.shown_values import class_name, cut, function_name, is_a, of_kind, shown
 from kitsune.native.facts import Fact, Kind, PythonFacts
@@ -87,24 +87,19 @@ def of_duplicates(sources: Iterable[str], scope: Scope) -> Change | None:
 
 
 def of_facts(facts: Sequence[Fact]) -> Change | None:
-    """What has changed where one of `facts` does not hold; None where that is not told.
-
-    The functions that are asked, which may be the user's, are not asked again.
-    """
-    failed = next((fact for fact in facts if not _asks_user(fact) and not PythonFacts([fact]).hold()), None)
+    """What has changed where one of `facts` does not hold; None where that is not told."""
+    failed = next((fact for fact in facts if not PythonFacts([fact]).hold()), None)
     return None if failed is None else _of_fact(failed)
 
 
-def of_answers(facts: Sequence[Fact]) -> Change | None:
-    """What has changed where all else holds: what one of the functions gives that are asked; None if there are none."""
-    functions = dict.fromkeys(f"{function_name(fact.subject.args[0].func)}()" for fact in facts if _asks_user(fact))
+def of_answers(answers: Sequence[Fact]) -> Change | None:
+    """What has changed where all else holds: what one of the functions gives that are asked; None if there are none.
+
+    These are the user's, and are not asked again.
+    """
+    functions = dict.fromkeys(f"{function_name(answer.subject.args[0].func)}()" for answer in answers)
     what = f"what {' or '.join(functions)} keeps"
     return Change(what, f"{what} is not what it was") if functions else None
-
-
-def _asks_user(fact: Fact) -> bool:
-    """Whether a fact is what a function of the user's gives."""
-    return fact.kind == Kind.RESULT and isinstance(fact.subject, functools.partial)
 
 
 def _of_fact(fact: Fact) -> Change | None:
@@ -132,6 +127,10 @@ def _of_fact(fact: Fact) -> Change | None:
         return Change(what, f"{what} have changed (as by ABC.register)")
     if fact.kind == Kind.RESULT and subject is filters_of_warnings:
         return Change("warnings.filters", "warnings.filters has changed")
+    if fact.kind == Kind.RESULT and subject is look:
+        source, _, names = key
+        what = Scope(names["L"], names["G"]).told(source)
+        return Change(what, f"{what}, which the backward pass reads, is not what it was")
     if fact.kind == Kind.RESULT and subject in SETTINGS:
         return _between(Place(f"sys.{subject.__name__}()", subject()), shown(fact.expected))
     return None
@@ -318,6 +317,8 @@ def _of_comparison(scope: Scope, left: ast.expr, operator: ast.cmpop, right: ast
         return _of_pair(scope.find(left), operator, scope.find(right))
     before = _shown_constant(right)
     match left:
+        case ast.Call(func=ast.Name("len"), args=[ast.Set(elts=identities)]):
+            return _of_distinct([scope.find(one.args[0]) for one in identities if isinstance(one, ast.Call)])
         case ast.Call(func=ast.Name("len"), args=[subject]):
             return _between(_length(scope.find(subject)), before)
         case ast.Call(func=ast.Name("list"), args=[ast.Call(args=[subject])]):
@@ -338,6 +339,17 @@ def _of_keys(place: Place, before: str) -> Change | None:
         return None  # these are the same
     named = replace(place, value=UNREADABLE, kind=f"the keys of {place.kind}")
     return _between(named, cut(before), None if now is None else cut(now))
+
+
+def _of_distinct(places: Sequence[Place]) -> Change | None:
+    """Which of what were different objects are one."""
+    known: dict[int, Place] = {}
+    for place in places:
+        other = known.setdefault(id(place.value), place)
+        if other is not place and place.value is not UNREADABLE:
+            what = f"{other} and {place}"
+            return Change(what, f"{what} are one object now")
+    return None
 
 
 def _of_pair(left: Place, operator: ast.cmpop, right: Place) -> Change | None:

@@ -31,6 +31,7 @@ class Repetition:
         variables: what the guards must be told beside the arguments.
         names: the variables of the two arguments.
         sources: see `Reads`.
+        answers: must hold, and are to be looked at last: to ask for them may change something.
     """
 
     facts: tuple[Fact, ...]
@@ -38,6 +39,7 @@ class Repetition:
     variables: dict[str, Any]
     names: tuple[str, str]
     sources: tuple[object, ...]
+    answers: tuple[Fact, ...] = ()
 
 
 class DirectCall:

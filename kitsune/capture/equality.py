@@ -17,6 +17,7 @@ from unittest import mock
 from torch._dynamo import variables
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
 
@@ -39,6 +40,7 @@ def strict() -> Iterator[None]:
 
     patches = [
         *_guards_of_sameness(),
+        (ConstantVariable, "is_literal", staticmethod(_literal_if_unchangeable(ConstantVariable.is_literal))),
         (ConstDictVariable, "install_dict_keys_match_guard", guard_order),
         (CommonListMethodsVariable, "call_method", call_method),
         *_guards_of_wholes(),
@@ -55,6 +57,15 @@ def _guards_of_sameness() -> Iterator[tuple[type, str, Callable[..., Any]]]:
         if hasattr(GuardBuilder, name):  # subclasses have their own since torch 2.13
             yield GuardBuilder, name, _guard_sameness(getattr(GuardBuilder, name))
     yield GuardBuilder, "DICT_KEYS_MATCH", _guard_same_keys()
+
+
+def _literal_if_unchangeable(ask: Callable[..., bool]) -> Callable[..., bool]:
+    """What Dynamo asks of what it would take for a constant: it would compare a list in a tuple with itself."""
+
+    def is_literal(value: object, *args: Any) -> bool:
+        return type(value) not in (list, set) and ask(value, *args)  # which asks this of what a tuple holds
+
+    return is_literal
 
 
 def _guard_sameness(guard_equality: Callable[..., None]) -> Callable[..., None]:

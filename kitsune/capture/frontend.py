@@ -1,11 +1,12 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
-This is the only module that touches `torch._dynamo`, but for `aliases`, `attribute_reads`, `autograd_functions`,
-`called`, `causal_masks`, `changes`, `dict_attributes`, `direct_calls`, `equality`, `function_looks`, `identity`,
-`kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`, `set_order`, `side_effects`, `texts`,
-`transforms` and `truth`. `torch.compile` with a backend of one's own is public. What is not: the switch that guards
-hooks, the switches that keep numbers drawn on the host from being frozen, the guards, that a call asks whether it is
-being compiled, what Dynamo takes a sequence for, the advice that it gives, and its marks on tensors.
+This is the only module that touches `torch._dynamo`, but for `aliases`, `apart`, `attribute_reads`,
+`autograd_functions`, `called`, `causal_masks`, `changes`, `dict_attributes`, `direct_calls`, `equality`,
+`function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`,
+`set_order`, `side_effects`, `texts`, `transforms` and `truth`. `torch.compile` with a backend of one's own is public.
+What is not: the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
+guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives, and
+its marks on tensors.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from kitsune.capture import (
     aliases,
+    apart,
     attribute_reads,
     autograd_functions,
     causal_masks,
@@ -106,8 +108,9 @@ class GuardedFunction:
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
         self._ends: fx.GraphModule | None = None  # see `take_views`
-        self._called = facts_type()([])
+        self._called = self._answers = facts_type()([])
         self._called_facts: tuple[Fact, ...] = ()
+        self._answers_facts: tuple[Fact, ...] = ()
         self._names: Names = {}  # of what is guarded
         self._thread = threading.local()
         self._run = weakref.WeakMethod(run)
@@ -136,8 +139,9 @@ class GuardedFunction:
                 _refuse_marks(args)
                 with _strict_capture() as called, self._retention.noted(), noting_names() as names:
                     result = self._compiled(*args)
-                self._called_facts = tuple(called.facts())
-                self._called, self._names = facts_type()(self._called_facts), names
+                self._called_facts, self._names = tuple(called.facts()), names
+                self._answers_facts = tuple(called.answers())
+                self._called, self._answers = facts_type()(self._called_facts), facts_type()(self._answers_facts)
         except exc.TorchDynamoException as error:
             if is_captured:  # Dynamo tries again only after a guard has failed
                 self.misfits = self.stale = True
@@ -165,7 +169,8 @@ class GuardedFunction:
             self._is_direct_sought, self._direct = True, DirectCall.of(self._function)
         direct = self._direct
         self.stale |= direct is not None and direct.is_void
-        self.misfits = self.stale or not self._called.hold() or not (direct is None or direct.fits(args))
+        fits = self._called.hold() and (direct is None or direct.fits(args)) and self._answers.hold()
+        self.misfits = self.stale or not fits
         return not self.misfits
 
     def through(self, run: Run, *args: Any) -> Any:
@@ -196,14 +201,14 @@ class GuardedFunction:
         repetition = self._direct.repetition(args, kwargs)
         if repetition is None:
             return None
-        return replace(repetition, facts=(*repetition.facts, *self._called_facts))
+        return replace(repetition, facts=(*repetition.facts, *self._called_facts), answers=self._answers_facts)
 
     def _changed(self, args: tuple[Any, ...]) -> Refusal:
         """Why a call that has just been found not to fit does not."""
         change = of_facts(self._called_facts)
         if change is None and self._direct is not None:
             fits = self._direct.fits(args)
-            change = of_answers(self._called_facts) if fits else self._direct.change(args, self._names)
+            change = of_answers(self._answers_facts) if fits else self._direct.change(args, self._names)
         if change is None:
             return _CHANGED
         return Refusal(f"{_HAS_CHANGED}: {change.text}", topic=f"{_HAS_CHANGED}: {change.what}")
@@ -321,6 +326,7 @@ def _strict_capture() -> Iterator[Called]:
         dict_attributes.guarded(),
         aliases.guarded(),
         identity.guarded(),
+        apart.guarded(),
         side_effects.written_or_refused(),
         set_order.known_or_refused(),
         truth.known_or_refused(),

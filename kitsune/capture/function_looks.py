@@ -72,6 +72,10 @@ class FunctionLook(Look):
     def may_change(self, item: Any) -> bool:
         return item is self._ctx and self.late is None
 
+    def kept(self) -> list[Any]:
+        """What `ctx` has in attributes of the function's own."""
+        return list(self._tx.output.side_effects.store_attr_mutations.get(self._ctx, {}).values())
+
     def at_forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         seen = self._rule.trace_forward_graph(self._tx, self._ctx, self._tracer, args, kwargs)
         self._forward, self.results = seen[:2]

@@ -5,6 +5,7 @@ Dynamo's guards are asked before the call alone. Its sources, and the names by w
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.source import LocalSource
 from torch._guards import ChainedSource, Source
 
+from kitsune.capture.seen_objects import seen
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, result
 
@@ -42,11 +44,10 @@ def late_reads(late: Iterable[Source], early: Collection[Source], output: Any) -
     Raises:
         LookupError: a source is an argument of the call, or belongs to one: it is another object at each call.
     """
-    found = {source: fact for source in late if not isinstance((fact := _fact(source, output)).expected, torch.Tensor)}
-    return LateReads(
-        tuple(fact for source, fact in found.items() if source not in early),
-        tuple(fact for source, fact in found.items() if source in early),
-    )
+    found = {source: fact for source in late if (fact := _fact(source, output)) is not None}
+    alone = [fact for source, fact in found.items() if source not in early]
+    switches = [result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled)]
+    return LateReads((*alone, *switches), tuple(fact for source, fact in found.items() if source in early))
 
 
 def facts_about(sources: Iterable[Source], output: Any) -> tuple[Fact, ...]:
@@ -60,11 +61,12 @@ def _facts_about(sources: Iterable[Source], output: Any) -> Iterator[Fact]:
             fact = _fact(source, output)
         except (LookupError, AttributeError, NameError):  # of an argument, or of what Dynamo itself has made
             continue
-        if not isinstance(fact.expected, torch.Tensor) and facts_type()([fact]).hold():
+        if fact is not None and facts_type()([fact]).hold():
             yield fact
 
 
-def _fact(source: Source, output: Any) -> Fact:
+def _fact(source: Source, output: Any) -> Fact | None:
+    """That what is found there looks as it does at present; None of a tensor."""
     root: Any = source
     while isinstance(root, ChainedSource):
         root = root.base
@@ -72,12 +74,18 @@ def _fact(source: Source, output: Any) -> Fact:
     if isinstance(root, LocalSource):
         namespace["L"] = {root.local_name: output.local_scope[root.local_name]}
     name: str = source.name
-    fact = result(eval, compile(name, "<a backward pass>", "eval"), namespace)
-    code = output.root_tx.f_code
-    is_argument = isinstance(root, LocalSource) and root.local_name in code.co_varnames[: code.co_argcount]
-    if is_argument and not isinstance(fact.expected, torch.Tensor):
+    code = compile(name, "<a backward pass>", "eval")
+    if isinstance(eval(code, namespace), torch.Tensor):
+        return None
+    traced = output.root_tx.f_code
+    if isinstance(root, LocalSource) and root.local_name in traced.co_varnames[: traced.co_argcount]:
         raise LookupError(name)
-    return fact
+    return result(look, name, code, namespace)
+
+
+def look(_name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:
+    """What is seen of the object at a place."""
+    return seen(eval(code, namespace))
 
 
 def read_late(node: fx.Node, reads: LateReads) -> None:

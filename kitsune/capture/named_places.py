@@ -67,6 +67,13 @@ class Scope:
     def __init__(self, variables: Mapping[str, object], names: Mapping[str, object]) -> None:
         self._variables, self._names = variables, names
 
+    def told(self, text: str) -> str:
+        """The place that is written as `text`, in words; `text` itself where it has no name here."""
+        try:
+            return str(self.find(ast.parse(text, mode="eval").body))
+        except (LookupError, SyntaxError, ValueError, TypeError):
+            return text
+
     def find(self, node: ast.expr) -> Place:
         """The place that is written as `node`.
 

@@ -44,7 +44,10 @@ _NOTED = frozenset({*_ITERATING, *_COMPARING})
 _ASKED = ("__iter__", "__len__", "__length_hint__")
 """Those that Python and Dynamo ask more or less often, where they make a list of an object, or sum it up."""
 
-_STORES = ("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL")
+_STORES = (
+    *("STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR", "DELETE_GLOBAL"),
+    *("STORE_SLICE", "STORE_DEREF", "DELETE_DEREF"),  # the first since Python 3.12
+)
 _CHANGING = frozenset(
     {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem"}
     | {"popleft", "remove", "reverse", "rotate", "setdefault", "sort", "update"}

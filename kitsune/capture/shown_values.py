@@ -31,8 +31,10 @@ def shown(value: object) -> str:
     kind = type(value)
     if kind is int and int.bit_length(value) > _MOST_BITS:  # type: ignore[arg-type]
         return "a large int"
+    if kind in (str, bytes):
+        return _shown_text(value)  # type: ignore[arg-type]
     if kind in _BY_VALUE:
-        return cut(repr(value[: _MOST_CHARACTERS + 1] if kind in (str, bytes) else value))  # type: ignore[index]
+        return cut(repr(value))
     if kind in _OF_TORCH:
         return repr(value)
     if kind in _BRACKETS or kind is torch.Size:
@@ -73,8 +75,20 @@ def function_name(function: object) -> str:
 
 
 def cut(text: str) -> str:
-    """A text without what is beyond about 40 characters."""
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    """A text without what is beyond about 40 characters. It ends before a word or a number, if it has several."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    kept = text[: _MOST_CHARACTERS - 3]
+    whole = kept.rpartition(" ")[0] if text[len(kept)] != " " else kept
+    return f"{whole.rstrip(' ,') or kept} ..."
+
+
+def _shown_text(text: str | bytes) -> str:
+    """Its beginning, in quotes, where it is long."""
+    if len(repr(text[: _MOST_CHARACTERS + 1])) <= _MOST_CHARACTERS:
+        return repr(text)
+    begin = text[: _MOST_CHARACTERS - 6]
+    return f"{begin!r}..."
 
 
 def _shown_sequence(members: Sequence[object], brackets: str) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from kitsune.capture.mirrors import Mirrors
+from kitsune.capture.shown_values import shown
 from kitsune.capture.trace import same_layout
 from kitsune.capture.update_rules import Rule, rule_for
 from kitsune.errors import Refusal, RefusedError
@@ -26,15 +27,29 @@ from kitsune.native.facts import Fact, attribute, contents, item, members, resul
 
 Style = Literal["fused", "composed"]
 
-CONSTANTS = "a hyperparameter beside the learning rate"
-OPTIONS = "the optimizer's options"
-
 _COMPOSED_DTYPES = (torch.float32, torch.float64)
+_CHANGED = "changed since the capture"
 
 
-def changed(what: str) -> Refusal:
-    """Why what was captured is of no use at present."""
-    return Refusal(f"{what} changed since the capture")
+@dataclass(frozen=True)
+class Difference:
+    """Something that is no longer as it was captured.
+
+    Attributes:
+        what: its name.
+        how: the rest of the sentence that begins with `what`.
+        is_constant: the fused update holds it as a constant, so that the composed one should be captured instead.
+        is_option: the optimizer does something else now, and what was captured may be of use again.
+    """
+
+    what: str
+    how: str = _CHANGED
+    is_constant: bool = False
+    is_option: bool = False
+
+    def refusal(self) -> Refusal:
+        """Why what was captured is of no use at present."""
+        return Refusal(f"{self.what} {self.how}")
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -159,6 +174,7 @@ class Binding:
         self._mirrors = Mirrors(rule)
         self._group_ids = _group_ids(optimizer)
         self._selection = self._select()
+        self._options = [_options(group) for group in self._groups()]
         self._slots = self._make_slots()
         self._watched = self._watch()
         self._latest_state: list[tuple[Any, ...]] | None = None
@@ -209,29 +225,28 @@ class Binding:
         for slot in self._slots:
             self._update_slot(slot, stand_in, gradient, found_inf)
 
-    def refresh(self) -> str | None:
-        """Makes the graph's inputs those of the coming step; None, or what has changed since the capture.
-
-        The answer `CONSTANTS` means that a hyperparameter changed that the fused update holds as a
-        constant, so that the composed update should be captured instead; `OPTIONS`, that the optimizer
-        does something else now, and that this may be of use again.
-        """
+    def refresh(self) -> Difference | None:
+        """Makes the graph's inputs those of the coming step; None, or what has changed since the capture."""
         if _group_ids(self._optimizer) != self._group_ids:
-            return "the optimizer's parameters"
+            return Difference("what the optimizer's param_groups hold")
         if self._select() != self._selection:
-            return CONSTANTS if self._may_be_composed() else OPTIONS
+            return self._changed_option()
         if not self._has_same_state():
-            return "the optimizer's state"
+            return self._changed_state()
         if [tensor.data_ptr() for tensor in self._state_tensors] != self._addresses:
-            return "the optimizer's state"
+            return self._changed_state()
         if not self.follow_counts():
-            return "the optimizer's step counts"
+            return Difference("the optimizer's step counts")
         self._take_numbers()
         return None
 
     def suits(self) -> bool:
-        """Whether `refresh` would not answer `OPTIONS`."""
+        """Whether `refresh` would not answer with an option."""
         return self._select() == self._selection or self._may_be_composed()
+
+    def misfit(self) -> Difference | None:
+        """The option that `refresh` would answer with; None if there is none."""
+        return None if self.suits() else self._changed_option()
 
     def facts(self) -> list[Fact] | None:
         """What must stay for `refresh` to have nothing to do but to follow step counts and numbers.
@@ -379,6 +394,32 @@ class Binding:
         self._latest_state = present
         return True
 
+    def _changed_state(self) -> Difference:
+        """The first tensor of the state that is not the one that was captured, or has moved."""
+        states, addresses = self._optimizer.state, iter(self._addresses)
+        for param, tensors in self._watched:
+            state = states.get(param, {})
+            for name, tensor in tensors:
+                shape, address = tuple(param.shape), next(addresses)
+                what = f"{name!r} in the optimizer's state of a parameter of shape {shape}"
+                if state.get(name) is not tensor:
+                    return Difference(what, "was replaced" if name in state else "is missing")
+                if tensor.data_ptr() != address:
+                    return Difference(what, "has other memory than when it was captured (as by assigning its .data)")
+        return Difference("the optimizer's state")
+
+    def _changed_option(self) -> Difference:
+        """The first option that makes the update another one."""
+        is_constant = self._may_be_composed()
+        for index, (group, captured) in enumerate(zip(self._groups(), self._options, strict=False)):
+            for name in captured:
+                if self._selected({**captured, name: group.get(name)}) != self._selection[index]:
+                    what = f"the optimizer's param_groups[{index}][{name!r}]"
+                    return Difference(
+                        what, f"was {shown(captured[name])}, is {shown(group.get(name))}", is_constant, not is_constant
+                    )
+        return Difference("an option of the optimizer", _CHANGED, is_constant, not is_constant)
+
     def _split(self, slot: _Slot) -> list[_Slot]:
         """Fused updates want one dtype a launch; composed ones also one step count, if they read it, and scalars."""
         shared = [slot.state[name] for name in self._rule.scalar_names()]
@@ -427,11 +468,12 @@ class Binding:
         return live if self.style == "fused" else {**live, **self._rule.hyperparameters(group)}
 
     def _select(self) -> list[tuple[Any, ...]]:
-        fused = self.style == "fused"
-        return [
-            (self._rule.flags(group), tuple(self._rule.hyperparameters(group).values()) if fused else ())
-            for group in self._optimizer.param_groups
-        ]
+        return list(map(self._selected, self._groups()))
+
+    def _selected(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a group's options is a part of the graph."""
+        is_fused = self.style == "fused"
+        return self._rule.flags(group), tuple(self._rule.hyperparameters(group).values()) if is_fused else ()
 
     def _take_numbers(self) -> None:
         """Writes those of the coming step where the graph reads them. They tell whose gradients it leaves otherwise."""
@@ -484,6 +526,10 @@ def _refuse_repeated(optimizer: torch.optim.Optimizer) -> Refusal | None:
         "the optimizer has a parameter more than once, which torch updates as often",
         remedy="give it each parameter once",
     )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _group_ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:

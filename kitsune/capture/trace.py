@@ -59,7 +59,7 @@ def _refusal(error: Exception) -> Refusal:
         causes = [line.removeprefix("Caused by:").strip(" ()") for line in lines if line.startswith("Caused by:")]
         return Refusal("what Python does depends on the values of a tensor", causes[0] if causes else None)
     if isinstance(error, DynamicOutputShapeException):
-        return Refusal(f"the result of {error.func} has a size that depends on data")
+        return Refusal(f"a result of {error.func} has a size that depends on data")
     return Refusal(f"tracing failed: {type(error).__name__}: {lines[0] if lines else ''}", innermost_line(lines))
 
 

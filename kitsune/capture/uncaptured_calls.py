@@ -25,6 +25,8 @@ _SWITCHED_OFF = {
 _IN_OTHER_WORDS = {
     "requires_grad_() call": "gradients are computed in the call (Tensor.requires_grad_)",
     "ScriptModules": "a module of torch.jit.script is called",
+    "`_CachedForward.__get__`": "a module of torch.jit.trace is called",
+    "_LegacyVariableBase.__new__": "torch.autograd.Variable() is called; the tensor it is given does as well",
     "data-dependent expression": "what Python does depends on the values of a tensor",
     "Failed to convert args/kwargs": (
         "what torch is given is no tensor and no constant, as a torch.Generator or an array of NumPy"
@@ -61,9 +63,11 @@ def refusal_of(error: Exception) -> Refusal:
             said, remedy = refusal.reason, refusal.remedy
     if "wrap RNN" in said:
         said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
-    said = next((words for fragment, words in _IN_OTHER_WORDS.items() if fragment in said), said)
-    if said == "Observed exception":  # a later line says which
-        said = str(error).partition("Developer debug context: ")[2].partition("\n")[0] or said
+    details = str(error).partition("Developer debug context: ")[2].partition("\n")[0]
+    if said == "Observed exception":
+        said = details or said
+    if said == "Dynamic shape operator":
+        said = f"a result of {details} has a size that depends on data"
     if "marked as skipped" in said:  # later lines say which function
         explained = next((line for line in str(error).splitlines() if "Explanation:" in line), said)
         found = _SKIPPED.search(str(error))
@@ -73,4 +77,5 @@ def refusal_of(error: Exception) -> Refusal:
     if "trace the builtin `" in said:
         name = said.split("`")[1].removeprefix("<unknown module>.").rstrip(".")
         said = f"{name}() is called, which is not written in Python"
+    said = next((words for fragment, words in _IN_OTHER_WORDS.items() if fragment in said), said)
     return Refusal(f"the call is not one graph: {said}", culprit, remedy)

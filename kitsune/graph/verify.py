@@ -104,5 +104,5 @@ def _refuse_operator(node: fx.Node) -> Refusal | None:
         masks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _indices(node))
         return Refusal("indexing with a mask gives a size that depends on data", place) if masks else None
     if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
-        return Refusal(f"the result of {target} has a size that depends on data", place)
+        return Refusal(f"a result of {target} has a size that depends on data", place)
     return None

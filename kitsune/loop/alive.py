@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from types import FrameType
 from typing import TypeVar, cast
 
@@ -68,9 +69,10 @@ def outermost_modules() -> list[torch.nn.Module]:
     return _outermost(_of(gc.get_objects(), torch.nn.Module))
 
 
-def _of(objects: Iterable[object], kind: type[T]) -> list[T]:
+def _of(objects: Sequence[object], kind: type[T]) -> list[T]:
     """Those of a kind. What they say of it themselves is not asked for: proxies would load what they stand for."""
-    return [cast(T, one) for one in objects if issubclass(type(one), kind)]
+    kinds = {one for one in set(map(type, objects)) if issubclass(one, kind)}
+    return cast(list[T], list(compress(objects, map(kinds.__contains__, map(type, objects)))))
 
 
 def _objects() -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -128,9 +128,9 @@ class ByAddress:
         """As `Recording.refuse_written`."""
         self._copying.refuse_written(inputs)
 
-    def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
+    def misfit(self, inputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
         """As `Recording.misfit`."""
-        return self._copying.misfit(inputs, module)
+        return self._copying.misfit(inputs, names)
 
     def facts(self, count: int) -> list[Fact]:
         """As `Recording.facts`."""

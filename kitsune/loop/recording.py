@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import gc
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -144,17 +144,18 @@ class Recording:
             refusal = Refusal("an argument lies in memory that the model writes", remedy="pass a copy")
             raise RefusedError(refusal, passing=True)
 
-    def misfit(self, inputs: Sequence[torch.Tensor], module: torch.nn.Module) -> str:
-        """What of `inputs` is the first not to fit, by its name in `module`, for a refusal."""
-        names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    def misfit(self, inputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
+        """What of `inputs` is the first not to fit, by its name of those by `id`, for a refusal."""
         tensors = [inputs[place] for place in self._stable[: bisect.bisect_left(self._stable, len(inputs))]]
         captured = zip(tensors, self._ids, self._addresses, self._trained, strict=False)
         for tensor, known, address, trained in captured:
             name = names.get(id(tensor), "a parameter or a buffer")
             if id(tensor) == known and tensor.data_ptr() != address:
                 return f"the memory of {name} (as by assigning its .data)"
-            if id(tensor) != known or tensor.requires_grad != trained:
+            if id(tensor) != known:
                 return name
+            if tensor.requires_grad != trained:
+                return f"requires_grad of {name}"
         return "a parameter or a buffer"
 
     def facts(self, count: int) -> list[Fact]:
@@ -171,6 +172,11 @@ class Recording:
         self._tensors.clear()
         if self._on_release is not None:
             self._on_release()
+
+
+def names_in(module: torch.nn.Module) -> dict[int, str]:
+    """The names of a module's parameters and buffers, by their `id`."""
+    return {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -79,6 +79,7 @@ class CallShortcut:
         self._guards, self._variables = repetition.guards, repetition.variables
         self._args_name, self._kwargs_name = repetition.names
         self._facts = facts_type()([*repetition.facts, *facts])
+        self._answers = facts_type()(repetition.answers)
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of the graph for a call; None if the long way has to tell."""
@@ -100,7 +101,7 @@ class CallShortcut:
             inputs[position] = values[place]
             if self._written and values[place].untyped_storage().data_ptr() in self._written:
                 return None
-        return inputs
+        return inputs if self._answers.hold() else None
 
 
 class UpdateShortcut:

@@ -30,7 +30,7 @@ from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
 from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import Admission, Call, GuardedStep, RunApart
-from kitsune.loop.recording import Recording
+from kitsune.loop.recording import Recording, names_in
 from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
@@ -298,7 +298,7 @@ class SplitStep(GuardedStep):
         if self._graphs is None:
             self._graphs = self._record(graph, flat)
         elif not self._graphs.forward.fits(flat):
-            changed = self._graphs.forward.misfit(flat, self.module)
+            changed = self._graphs.forward.misfit(flat, names_in(self.module))
             self.release()
             raise RefusedError(Refusal(f"{changed} changed since the capture"), passing=True)
         elif self._graphs.program.autocast != self._autocast:

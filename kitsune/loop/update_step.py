@@ -14,7 +14,7 @@ from kitsune.background import refuse_recording
 from kitsune.budget import CaptureBudget
 from kitsune.capture.retention import no_traces
 from kitsune.capture.sole import sole_capture
-from kitsune.capture.state import CONSTANTS, OPTIONS, Binding, changed, hook_facts, refuse_hooks
+from kitsune.capture.state import Binding, Difference, hook_facts, refuse_hooks
 from kitsune.capture.trace import same_layout, trace
 from kitsune.capture.watch import is_profiled, mode_facts, refuse_modes
 from kitsune.config import Config
@@ -267,15 +267,23 @@ class UpdateStep:
         values = self._optimizer.state.get(param, {}).values()
         return [value for value in values if isinstance(value, torch.Tensor) and value.layout is torch.strided]
 
+    def _names(self) -> dict[int, str]:
+        """The optimizer's parameters by their `id`: it does not know their names in a model."""
+        return {
+            id(param): f"param_groups[{index}]['params'][{place}]"
+            for index, group in enumerate(self._optimizer.param_groups)
+            for place, param in enumerate(group["params"])
+        }
+
     def _refresh(self, update: _Update, inputs: list[torch.Tensor]) -> None:
         difference = update.binding.refresh()
         if difference is None and not update.recording.fits(inputs):
-            difference = "a parameter"
+            difference = Difference(update.recording.misfit(inputs, self._names()))
         if difference is None:
             return
-        self._composed |= difference == CONSTANTS
+        self._composed |= difference.is_constant
         self._give_up(update)
-        self._declined = changed(difference)
+        self._declined = difference.refusal()
         raise RefusedError(self._declined, passing=True)
 
     def _capture(
@@ -326,7 +334,8 @@ class UpdateStep:
         is_bounded = key in self._captured or not any(key[1])
         if is_bounded:
             others = [update for update in self._updates if update.key == key]
-            error = self._updates.refuse(changed(OPTIONS) if others else self._declined)
+            options = [option for update in others if (option := update.binding.misfit()) is not None]
+            error = self._updates.refuse(options[0].refusal() if options else self._declined)
             if error is not None:
                 raise error
         place = self._room.place_for(key, tuple(self._updates))

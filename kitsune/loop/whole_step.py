@@ -17,7 +17,7 @@ from torch import fx
 
 from kitsune.background import is_quiet
 from kitsune.budget import CaptureBudget
-from kitsune.capture.state import CONSTANTS, OPTIONS, Binding, changed, refuse_hooks
+from kitsune.capture.state import Binding, Difference, refuse_hooks
 from kitsune.capture.step_program import Phase, StepProgram, StepSpec, scaler_tensors, scaling, trace_step
 from kitsune.capture.watch import refuse_parameter_hooks
 from kitsune.config import Config
@@ -37,7 +37,7 @@ from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import Admission, GuardedStep
 from kitsune.loop.planned_recording import clear, most_on_streams, record_planned, room_on_streams
 from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording, most_live_bytes
+from kitsune.loop.recording import Recording, most_live_bytes, names_in
 from kitsune.loop.rounding import change, rounding
 from kitsune.loop.shortcut import Shortcut, may_try_shortcut, same_tensors
 from kitsune.memory.pool import MemoryPool
@@ -224,7 +224,9 @@ class WholeStep(GuardedStep):
         return super().fits(args, kwargs) and self._suits_optimizer()
 
     def misfit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Refusal | None:
-        return super().misfit(args, kwargs) or (None if self._suits_optimizer() else changed(OPTIONS))
+        binding = None if self._program is None else self._program.binding
+        option = None if binding is None else binding.misfit()
+        return super().misfit(args, kwargs) or (None if option is None else option.refusal())
 
     def replay(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         try:
@@ -519,36 +521,36 @@ class WholeStep(GuardedStep):
         difference = self._changed(flat)
         if difference is None:
             return
-        self._form.composed |= difference == CONSTANTS
-        if difference == OPTIONS:
+        self._form.composed |= difference.is_constant
+        if difference.is_option:
             self.misfits = True
         else:
             self.release()
-        raise RefusedError(changed(difference), passing=True)
+        raise RefusedError(difference.refusal(), passing=True)
 
     def _suits_optimizer(self) -> bool:
         """Whether the optimizer does what was captured, whatever its numbers are."""
         return self._program is None or self._program.binding is None or self._program.binding.suits()
 
-    def _changed(self, flat: Sequence[torch.Tensor]) -> str | None:
+    def _changed(self, flat: Sequence[torch.Tensor]) -> Difference | None:
         """What is no longer as it was captured; None if nothing is."""
         program, contest, scaler = self._program, self._contest, self._spec.scaler
         assert contest is not None and program is not None
         # The optimizer's tensors, the most of `program.state`, are looked at below.
         inputs = flat if scaler is None else [*flat, *program.state]
         if not contest.winner.fits(inputs):
-            return contest.winner.misfit(inputs, self.module)
+            return Difference(contest.winner.misfit(inputs, names_in(self.module)))
         if scaler is not None and (
             program.scaling != scaling(scaler) or not same_tensors(program.scale, scaler_tensors(scaler))
         ):
-            return "the gradient scaler"
+            return Difference("the gradient scaler")
         sums = self._accumulators.sums
         if program.sums and not same_tensors(program.sums, [sums[id(param)] for param in program.params]):
-            return "the accumulated gradients"
+            return Difference("the memory of accumulated gradients")
         if program.binding is not None:
             return program.binding.refresh()
         trained = list(map(id, self._spec.params()))
-        return None if trained == self._trained_ids else "the parameters to be trained"
+        return None if trained == self._trained_ids else Difference("which parameters are to be trained")
 
 
 def _is_skipped(program: StepProgram) -> bool:

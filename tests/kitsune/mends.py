@@ -13,6 +13,7 @@ import torch
 
 from kitsune.capture import (
     aliases,
+    apart,
     attribute_reads,
     autograd_functions,
     dict_attributes,
@@ -51,6 +52,7 @@ _fits = GuardedFunction.fits
 
 MENDS: dict[str, tuple[_Part, ...]] = {
     "aliases": (_Part(aliases, "guarded", nullcontext),),
+    "apart": (_Part(apart, "guarded", nullcontext),),
     "identity": (_Part(identity, "guarded", nullcontext),),
     "attributes": (_Part(attribute_reads, "noted", lambda _called: nullcontext()),),
     "protocols": (_Part(protocols, "refused", nullcontext),),
@@ -84,6 +86,8 @@ def take_back(patch: pytest.MonkeyPatch, *names: str) -> None:
 
 NEEDED: dict[str, tuple[str, ...]] = {
     "under two names": ("aliases",),
+    "come to be one": ("apart",),
+    "list in a tuple": ("equality",),
     "is the same": ("aliases", "identity"),
     "tells functions apart": ("identity",),
     "sign of zero": ("equality",),

@@ -173,6 +173,21 @@ class Generating(Net):
         return super().forward(x) + torch.rand(3, generator=self.generator)
 
 
+class Variables(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.autograd.Variable(x))
+
+
+class Connectionist(Net):
+    """A loss over alignments, whose table of them is as wide as the longest target."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        likely = output.log_softmax(-1).unsqueeze(1)
+        targets, lengths = torch.ones(1, 2, dtype=torch.long), torch.full((1,), 2)
+        return output + functional.ctc_loss(likely, targets, torch.full((1,), len(x)), lengths)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +229,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
     "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
     "a function that keeps a tensor": (Keeping, "kept_noise() keeps tensors"),
-    "torch.jit": (lambda: torch.jit.script(Net()), "torch.jit.script"),
+    "torch.jit": (lambda: torch.jit.script(Net()), "a module of torch.jit.script is called"),
+    "torch.jit.trace": (lambda: torch.jit.trace(Net(), torch.ones(2, 4)), "a module of torch.jit.trace is called"),
+    "variable": (Variables, "torch.autograd.Variable() is called"),
+    "connectionist": (Connectionist, "a result of aten._ctc_loss.Tensor has a size that depends on data"),
 }
 
 

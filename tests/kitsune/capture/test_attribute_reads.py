@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy
@@ -171,6 +172,38 @@ def test_what_cannot_be_guarded_is_refused(name: str) -> None:
     call, _ = guarded(lambda x: x * read(it))
     with pytest.raises(RefusedError, match=reason):
         call(torch.ones(2))
+
+
+OF_TENSORS: dict[str, Callable[[torch.Tensor], object]] = {
+    "hooks": lambda weight: weight._backward_hooks,
+    "later hooks": lambda weight: weight._post_accumulate_grad_hooks,  # type: ignore[attr-defined]
+    "view": lambda weight: weight._base,
+    "kept gradient": lambda weight: weight.retains_grad,
+    "number": lambda weight: weight.output_nr,
+}
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_what_no_guard_of_a_tensor_tells_is_refused(name: str) -> None:
+    read, weight = OF_TENSORS[name], torch.ones(2, requires_grad=True)
+    call, _ = guarded(lambda x: x * weight * (2.0 if read(weight) else 1.0))
+    with pytest.raises(RefusedError, match="of a tensor is read, which may be another one at each call"):
+        call(torch.ones(2))
+
+
+class Layout(enum.Enum):
+    WIDE = 1.0
+
+
+def test_what_a_member_of_an_enumeration_has_changes_in_place() -> None:
+    """It is noticed; before torch 2.13 it is not read at all."""
+    Layout.WIDE.sizes = [1.0]  # type: ignore[attr-defined]
+    call, _ = guarded(lambda x: x * Layout.WIDE.sizes[0])  # type: ignore[attr-defined]
+    with suppress(RefusedError):
+        assert call(torch.ones(1)).item() == 1.0
+    Layout.WIDE.sizes[0] = 2.0  # type: ignore[attr-defined]
+    with pytest.raises(RefusedError, match=r"may change in place|has changed"):
+        call(torch.ones(1))
 
 
 def test_what_a_capture_reads_of_a_tensor_is_nothing_to_later_ones() -> None:

@@ -5,6 +5,7 @@ Every function gives other gradients than its forward pass has, so that a backwa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -819,6 +820,171 @@ def test_what_cannot_be_told_from_the_call_raises(name: str) -> None:
         training.run(1, doubles, start=2)
     training.run(2, doubles, start=3)
     assert training.status().mode == "eager"
+
+
+# What such a pass reads that has no value of its own: lengths, what is missing, what hides something else
+
+
+class Read:
+    """What there is to be read; each training begins with one."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.names: dict[str, float] = {}
+        self.numbers = [1.0]
+        self.members = {1}
+
+    def factor(self) -> float:
+        return 1.0
+
+
+def doubled(_self: Read) -> float:
+    return 2.0
+
+
+LATE = Read()
+
+LATE_READS: dict[str, tuple[Callable[[], float], Callable[[], object]]] = {
+    "missing key": (lambda: LATE.names.get("k", 1.0), lambda: LATE.names.update(k=2.0)),
+    "key that is there": (lambda: 2.0 if "k" in LATE.names else 1.0, lambda: LATE.names.update(k=2.0)),
+    "missing attribute": (lambda: getattr(LATE, "k", 1.0), lambda: vars(LATE).update(k=2.0)),
+    "hidden attribute": (lambda: LATE.shared, lambda: vars(LATE).update(shared=2.0)),
+    "attribute of a class": (lambda: Read.shared, lambda: setattr(Read, "shared", 2.0)),
+    "method": (lambda: LATE.factor(), lambda: setattr(Read, "factor", doubled)),
+    "length": (lambda: len(LATE.numbers), lambda: LATE.numbers.append(1.0)),
+    "item": (lambda: LATE.numbers[0], lambda: LATE.numbers.__setitem__(0, 2.0)),
+    "sum": (lambda: sum(LATE.numbers), lambda: LATE.numbers.append(1.0)),
+    "member": (lambda: 2.0 if 2 in LATE.members else 1.0, lambda: LATE.members.add(2)),
+    "environment": (
+        lambda: float(os.environ.get("KITSUNE_TESTS", "1")),
+        lambda: os.environ.update(KITSUNE_TESTS="2"),
+    ),
+    "switch": (
+        lambda: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+        lambda: torch.use_deterministic_algorithms(True),
+    ),
+}
+
+
+def renewed() -> None:
+    LATE.__dict__.clear()
+    LATE.__init__()  # type: ignore[misc]
+    Read.shared, Read.factor = 1.0, FACTOR  # type: ignore[method-assign]
+    os.environ.pop("KITSUNE_TESTS", None)
+    torch.use_deterministic_algorithms(False)
+
+
+FACTOR = Read.factor
+
+
+def kept_by_a_function(ctx: Any, x: Tensor, held: Any) -> Tensor:
+    ctx.held = held
+    return x.sin()
+
+
+PLACES: dict[str, Callable[[Callable[[], float]], Forward]] = {
+    "a function": lambda read: around(function(lambda ctx, grad: grad * read())),
+    "a hook": lambda read: lambda parts, x: parts.last(hooked(parts.first(x), lambda grad: grad * read())),
+    "a checkpoint": lambda read: (
+        lambda parts, x: parts.last(checkpoint(lambda h: h.sin() * read(), parts.first(x), use_reentrant=False))
+    ),
+    "a function, and the model before": lambda read: also_before(read, function(lambda ctx, grad: grad * read())),
+}
+
+
+def also_before(read: Callable[[], float], function: Any) -> Forward:
+    return lambda parts, x: around(function)(parts, x * read())
+
+
+def hooked(h: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    h.register_hook(hook)
+    return h
+
+
+def alike_or_raises(build: Build, change: Callable[[], object]) -> None:
+    """Trains, with a `change` between call and backward pass from the third step on."""
+    steps: dict[int, int] = {}
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        steps[id(training)] = steps.get(id(training), 0) + 1
+        training.optimizer.zero_grad()
+        renewed()
+        loss = training.loss_fn(training.model(x), y)
+        if steps[id(training)] > 3:
+            change()
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    try:
+        alike("drop_in", build, steps=6, loop=loop, replays=1)
+    except kitsune.KitsuneError as error:
+        if "has changed since the model was called" not in str(error):
+            raise
+    finally:
+        renewed()
+
+
+@pytest.mark.parametrize("what", LATE_READS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_looked_at_in_a_backward_pass_changes_before_it_runs(place: str, what: str) -> None:
+    read, change = LATE_READS[what]
+    alike_or_raises(built(PLACES[place](read)), change)
+
+
+KEPT: dict[str, tuple[Callable[[Any], float], Callable[[Any], object]]] = {
+    "item": (lambda held: held.numbers[0], lambda held: held.numbers.__setitem__(0, 2.0)),
+    "length": (lambda held: len(held.numbers), lambda held: held.numbers.append(1.0)),
+    "missing key": (lambda held: held.names.get("k", 1.0), lambda held: held.names.update(k=2.0)),
+    "missing attribute": (lambda held: getattr(held, "k", 1.0), lambda held: vars(held).update(k=2.0)),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_ctx_keeps_changes_before_the_backward_pass(what: str) -> None:
+    read, change = KEPT[what]
+    made = function(lambda ctx, grad: (grad * read(ctx.held), None), kept_by_a_function)
+    forward: Forward = lambda parts, x: parts.last(made.apply(parts.first(x), LATE))  # noqa: E731
+    alike_or_raises(built(forward), lambda: change(LATE))
+
+
+def test_a_list_that_ctx_keeps_changes_before_the_backward_pass() -> None:
+    made = function(lambda ctx, grad: (grad * ctx.held[0], None), kept_by_a_function)
+    forward: Forward = lambda parts, x: parts.last(made.apply(parts.first(x), LATE.numbers))  # noqa: E731
+    alike_or_raises(built(forward), lambda: LATE.numbers.__setitem__(0, 2.0))
+
+
+def test_what_a_backward_pass_looks_at_changes_later_in_the_call() -> None:
+    made = function(lambda ctx, grad: grad * len(LATE.numbers))
+
+    def forward(parts: Parts, x: Tensor) -> Tensor:
+        result = parts.last(made.apply(parts.first(x)))
+        LATE.numbers.append(1.0)
+        return result
+
+    def edit(_training: Training, _index: int) -> None:
+        renewed()
+
+    training = alike("drop_in", built(forward), steps=4, edit=edit, replays=0)
+    assert "reads a container, which is changed before it runs" in reasons(training)
+
+
+def test_what_a_backward_pass_does_not_look_at_may_change() -> None:
+    """Attributes that come between two steps, and values that it does not read between call and backward pass."""
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss_fn(training.model(x), y)
+        training.model.calls = getattr(training.model, "calls", 0) + 1  # type: ignore[operator, assignment]
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    def forward(parts: Parts, x: Tensor) -> Tensor:
+        return parts.last(hooked(parts.first(x), lambda grad: grad * parts.scale))
+
+    alike("drop_in", built(forward, calls=0), steps=6, loop=loop)
 
 
 # Each mend, taken back

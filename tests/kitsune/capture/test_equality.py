@@ -187,6 +187,55 @@ def test_what_looks_alike_is_noticed(what: str) -> None:
     noticed(build)
 
 
+IN_TUPLES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], object]]] = {
+    "list": (lambda: ([1.0], "a"), lambda held: held[0][0], lambda held: held[0].__setitem__(0, 2.0)),
+    "length of a list": (lambda: ([1.0], "a"), lambda held: len(held[0]), lambda held: held[0].append(2.0)),
+    "set": (lambda: ({1.0}, "a"), lambda held: len(held[0]), lambda held: held[0].add(2.0)),
+    "list in a tuple in a tuple": (
+        lambda: (("a", [1.0]), "a"),
+        lambda held: held[0][1][0],
+        lambda held: held[0][1].__setitem__(0, 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_TUPLES)
+@pytest.mark.parametrize(
+    "place", ["attribute", "attribute of an object", "value of a dictionary", "attribute of a class"]
+)
+def test_what_is_in_a_tuple_changes_in_place(what: str, place: str) -> None:
+    make, read, change = IN_TUPLES[what]
+
+    def build() -> Any:
+        held = make()
+        if place == "attribute":
+            made = model(lambda self, x: x * read(self.held), held=held)
+        elif place == "attribute of an object":
+            made = model(lambda self, x: x * read(self.own.held), own=Holder(held=held))
+        elif place == "value of a dictionary":
+            made = model(lambda self, x: x * read(self.own["held"]), own={"held": held})
+        else:
+            made = model(lambda self, x: x * read(self.held))
+            type(made).held = held  # type: ignore[assignment]
+        return made, lambda: change(held)
+
+    noticed(build)
+
+
+def test_what_is_in_a_tuple_is_written_in_the_same_call() -> None:
+    held = ([1.0], "a")
+
+    def written(self: Any, x: Tensor) -> Tensor:
+        self.inside.append(1.0)
+        return x * len(self.held[0])
+
+    made: Any = model(written, held=held, inside=held[0])
+    call, _ = guarded(lambda x: made(x))
+    assert call(torch.ones(1)).item() == 2.0
+    held[0].pop()
+    assert call(torch.ones(1)).item() == 2.0
+
+
 @dataclass
 class Settings:
     k: float

@@ -167,6 +167,41 @@ def test_a_function_that_keeps_results_reads_what_changes(form: str, forgets: bo
     assert training.status().mode == "replay"
 
 
+class InTurns(Net):
+    """Asks for one of two results, by turns."""
+
+    def __init__(self, number: Callable[[float], float]) -> None:
+        super().__init__()
+        self.number, self.k = number, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.number(self.k)
+
+
+@pytest.mark.support("Models", "functools.lru_cache, asked for different results by turns", "replayed")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, None], ids=["one result", "all results"])
+def test_a_function_is_asked_for_nothing_that_the_call_does_not_ask_for(form: str, size: int | None) -> None:
+    """What is asked for is kept, of what can be read by then, and takes the place of something else."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        @functools.lru_cache(maxsize=size)
+        def number(k: float) -> float:
+            return k * FACTORS["k"]
+
+        FACTORS["k"] = 1.0
+        made = InTurns(number)
+        return made, adam(made)
+
+    def edit(training: Training, index: int) -> None:
+        FACTORS["k"] = 1.0 + 0.1 * index
+        if index == 6:
+            training.model.number.cache_clear()  # type: ignore[union-attr]
+        training.model.k = 1.0 + index // 3 % 2  # type: ignore[assignment]
+
+    compare(form, build, steps=14, edit=edit, replays=2)
+
+
 @pytest.mark.libraries
 @pytest.mark.support("Models", "einops", "replayed")
 @pytest.mark.parametrize("form", FORMS)

@@ -93,6 +93,14 @@ class Counted:
         return 1
 
 
+class CountedInPlace(Counted):
+    """The same, noted by way of a slice, which has an instruction of its own since Python 3.12."""
+
+    def __len__(self) -> int:
+        LOG[len(LOG) :] = [1.0]
+        return 1
+
+
 class Failing:
     """A property that raises leads to `__getattr__`."""
 
@@ -224,6 +232,7 @@ SAME_OR_REFUSED: dict[str, Callable[[], float]] = {
     "iterator unpacked": lambda: unpacked(Epochs()),
     "iterator reduced": lambda: functools.reduce(operator.add, Epochs()),
     "length of a list": lambda: next(iter(list(Counted()))),
+    "length of a list, noted in a slice": lambda: next(iter(list(CountedInPlace()))),
     "default for a property": lambda: getattr(Failing(), "wide", 5.0),
     "property that is there": lambda: 2.0 if hasattr(Failing(), "wide") else 1.0,
     "generator left": left_in_a_loop,

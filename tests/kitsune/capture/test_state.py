@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from kitsune.capture.state import CONSTANTS, Binding, hook_facts, refuse_hooks
+from kitsune.capture.state import Binding, Difference, hook_facts, refuse_hooks
 from kitsune.errors import RefusedError
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, Facts
@@ -51,7 +51,10 @@ def test_a_fused_binding_asks_for_the_composed_form_when_a_constant_moves() -> N
     for name, value in (("betas", (0.5, 0.6)), ("eps", 0.1), ("weight_decay", 0.2)):
         before = optimizer.param_groups[0][name]
         optimizer.param_groups[0][name] = value
-        assert binding.refresh() == CONSTANTS
+        changed = binding.refresh()
+        assert changed is not None
+        assert changed.is_constant
+        assert str(changed.refusal()) == f"the optimizer's param_groups[0]['{name}'] was {before}, is {value}"
         assert not facts.hold()
         optimizer.param_groups[0][name] = before
         assert binding.refresh() is None
@@ -130,14 +133,14 @@ def swap_states(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (add_group, "parameters"),
-        (reorder, "parameters"),
-        (replace_moment, "state"),
-        (move_moment, "state"),
-        (drop_state, "state"),
-        (replace_step, "state"),
-        (rename_moments, "state"),
-        (swap_states, "state"),
+        (add_group, "what the optimizer's param_groups hold changed"),
+        (reorder, "what the optimizer's param_groups hold changed"),
+        (replace_moment, "'exp_avg' in the optimizer's state of a parameter of shape (3,) was replaced"),
+        (move_moment, "'exp_avg' in the optimizer's state of a parameter of shape (3,) has other memory"),
+        (drop_state, "is missing"),
+        (replace_step, "'step' in the optimizer's state of a parameter of shape (3,) was replaced"),
+        (rename_moments, "'exp_avg' in the optimizer's state of a parameter of shape (3,) was replaced"),
+        (swap_states, "was replaced"),
     ],
 )
 def test_what_makes_a_binding_stale(change: Callable[[torch.optim.Optimizer], None], words: str) -> None:
@@ -149,7 +152,7 @@ def test_what_makes_a_binding_stale(change: Callable[[torch.optim.Optimizer], No
     assert not facts.hold()
     changed = binding.refresh()
     assert changed is not None
-    assert words in changed
+    assert words in str(changed.refusal())
 
 
 def test_the_learning_rate_is_written_when_it_changed() -> None:
@@ -206,7 +209,7 @@ def test_step_counts_that_torch_keeps_on_the_host() -> None:
         step.fill_(7)
     assert binding.refresh() is None, "counts that moved together are followed"
     steps[0].fill_(1)
-    assert binding.refresh() == "the optimizer's step counts"
+    assert binding.refresh() == Difference("the optimizer's step counts")
 
 
 def test_the_product_of_momenta_that_torch_keeps_on_the_host() -> None:
@@ -246,7 +249,7 @@ def test_the_product_of_momenta_that_torch_keeps_on_the_host() -> None:
     binding.advance()
     assert optimizer.state[params[0]]["mu_product"]._version > versions
     optimizer.state[params[0]]["mu_product"].fill_(0.25)
-    assert binding.refresh() == "the optimizer's step counts"
+    assert binding.refresh() == Difference("the optimizer's step counts")
 
 
 @pytest.mark.parametrize("name", ["eta", "mu"])

@@ -55,6 +55,35 @@ class UnderTwoNames(Peculiar):
         self.settings = SECOND if self.settings is FIRST else FIRST
 
 
+class ComeToBeOne(Peculiar):
+    """What is written under one name is read under another one, where both lead to one object; by turns they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.read = {"k": 1.1}, {"k": 1.1}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written["k"] = 0.9
+        return x * self.weight * self.read["k"]
+
+    def change(self) -> None:
+        is_one = self.written is self.read
+        self.written = {"k": 1.1}
+        self.read = {"k": 1.1} if is_one else self.written
+
+
+class ListInATuple(Peculiar):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = ([0.9], "factor")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.held[0][0]
+
+    def change(self) -> None:
+        self.held[0][0] = 2.0 - self.held[0][0]
+
+
 class IsTheSame(UnderTwoNames):
     """The same, compared by `is`."""
 
@@ -492,6 +521,8 @@ TRANSFORMS = ("gradient in the call", "asks in the call", "mapped")
 
 WITH_STATE: dict[str, Callable[[], nn.Module]] = {
     "under two names": UnderTwoNames,
+    "come to be one": ComeToBeOne,
+    "list in a tuple": ListInATuple,
     "is the same": IsTheSame,
     "tells functions apart": TellsFunctionsApart,
     "sign of zero": SignOfZero,
