@@ -298,7 +298,8 @@ class Chooser:
         self._is_spared = self.may_improve and replay < narrowly * eager
         if not self._is_spared:
             times = f"{replay * 1e6:.0f} us against {eager * 1e6:.0f} us"
-            self.refusal = Refusal(f"replay was measured no faster than eager ({times})")
+            lost = "replay was measured no faster than eager"
+            self.refusal = Refusal(f"{lost} ({times})", topic=lost)
             self._lost_to, self._since = eager, 0
 
     def _review(self) -> None:

@@ -18,8 +18,12 @@ from torch._dynamo import variables
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.lists import CommonListMethodsVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+
+from kitsune.capture.called import IS_BEFORE_2_13
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def strict() -> Iterator[None]:
 
     patches = [
         *_guards_of_sameness(),
-        (ConstantVariable, "is_literal", staticmethod(_literal_if_unchangeable(ConstantVariable.is_literal))),
+        *_literals_that_stay(),
         (ConstDictVariable, "install_dict_keys_match_guard", guard_order),
         (CommonListMethodsVariable, "call_method", call_method),
         *_guards_of_wholes(),
@@ -59,13 +63,34 @@ def _guards_of_sameness() -> Iterator[tuple[type, str, Callable[..., Any]]]:
     yield GuardBuilder, "DICT_KEYS_MATCH", _guard_same_keys()
 
 
-def _literal_if_unchangeable(ask: Callable[..., bool]) -> Callable[..., bool]:
-    """What Dynamo asks of what it would take for a constant: it would compare a list in a tuple with itself."""
+def _literals_that_stay() -> Iterator[tuple[type, str, Any]]:
+    """Without lists, and sets where these are a part of something: Dynamo would compare them with themselves.
+
+    Of sets alone it guards what they hold.
+    """
+    ask: Callable[..., bool] = ConstantVariable.is_literal
+    parts: list[None] = []
 
     def is_literal(value: object, *args: Any) -> bool:
-        return type(value) not in (list, set) and ask(value, *args)  # which asks this of what a tuple holds
+        return type(value) is not list and not (parts and type(value) is set) and ask(value, *args)
 
-    return is_literal
+    def with_parts(look: Callable[..., Any], *args: Any) -> Any:
+        parts.append(None)
+        try:
+            return look(*args)
+        finally:
+            parts.pop()
+
+    wrap: Callable[..., Any] = VariableBuilder._wrap
+
+    def wrap_parts(builder: Any, value: object) -> Any:
+        return with_parts(wrap, builder, value) if isinstance(value, tuple) else wrap(builder, value)
+
+    yield ConstantVariable, "is_literal", staticmethod(is_literal)
+    yield VariableBuilder, "_wrap", wrap_parts
+    if IS_BEFORE_2_13:  # where what is read of a class is a constant
+        read: Callable[..., Any] = UserDefinedClassVariable.var_getattr
+        yield UserDefinedClassVariable, "var_getattr", lambda *args: with_parts(read, *args)
 
 
 def _guard_sameness(guard_equality: Callable[..., None]) -> Callable[..., None]:

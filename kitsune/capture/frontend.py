@@ -1,8 +1,8 @@
 """The guarded front end: Dynamo finds out what Python does in a call, and watches whether that changes.
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `apart`, `attribute_reads`,
-`autograd_functions`, `called`, `causal_masks`, `changes`, `dict_attributes`, `direct_calls`, `equality`,
-`function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`,
+`autograd_functions`, `called`, `causal_masks`, `changes`, `compilations`, `dict_attributes`, `direct_calls`,
+`equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`,
 `set_order`, `side_effects`, `texts`, `transforms` and `truth`. `torch.compile` with a backend of one's own is public.
 What is not: the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
 guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives, and
@@ -335,7 +335,7 @@ def _strict_capture() -> Iterator[Called]:
         causal_masks.answered(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
-        mock.patch.object(VariableBuilder, "wrap_listlike", _refuse_bounded()),
+        _bounded_refused(),
         transforms.requires_grad_asked(),
         mock.patch.object(dynamo_utils, "warn_once"),
         mock.patch.object(dynamo_utils, "_get_dynamo_config_for_logging", return_value=None),
@@ -373,16 +373,18 @@ def _refuse_question() -> Callable[[Any], None]:
     return answer
 
 
-def _refuse_bounded() -> Any:
-    """What Dynamo calls for a sequence of the model's."""
-    wrap: Callable[..., Any] = VariableBuilder.wrap_listlike
+@contextmanager
+def _bounded_refused() -> Iterator[None]:
+    """Within, sequences with a bound are refused."""
+    wrap: Callable[..., Any] = VariableBuilder._wrap
 
-    def wrap_listlike(builder: Any, value: Any) -> Any:
+    def wrap_unbounded(builder: Any, value: Any) -> Any:
         if isinstance(value, deque) and value.maxlen is not None:
             refuse("a collections.deque with a maxlen is used, which replays would fill beyond that")
         return wrap(builder, value)
 
-    return wrap_listlike
+    with mock.patch.object(VariableBuilder, "_wrap", wrap_unbounded):
+        yield
 
 
 def _said_once() -> list[Any]:

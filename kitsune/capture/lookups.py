@@ -11,10 +11,11 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -30,8 +31,13 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.dicts import ConstDictVariable
 
+from kitsune.capture.refusing import refuse
+
 _PARTS = ("_parameters", "_buffers", "_modules")
 """Dictionaries of modules in which `Module.__getattr__` looks."""
+
+_HIDES_OWN_VALUES = sys.version_info[:3] == (3, 13, 0)
+"""Whether guards of what is in the `__dict__` of an object do not see what is assigned to it, or deleted, later."""
 
 _PLAIN = (
     variables.PythonModuleVariable,
@@ -128,6 +134,9 @@ def _guards_of_own_dictionaries() -> Iterator[tuple[type, str, Callable[..., Any
     yield kind, "install_dict_keys_match_guard", ConstDictVariable.install_dict_keys_match_guard
     yield kind, "install_dict_contains_guard", _guard_own_key
     yield kind, "call_method", _guard_copy(kind.call_method)
+    if _HIDES_OWN_VALUES:
+        for name in ("getitem_const", "getitem_const_raise_exception_if_absent"):
+            yield kind, name, _refusing_own_values(getattr(kind, name))
 
 
 def _guards_of_classes() -> Iterator[tuple[type, str, Callable[..., Any]]]:
@@ -145,6 +154,19 @@ def _guards_of_classes() -> Iterator[tuple[type, str, Callable[..., Any]]]:
         return look_up(variable, tx, name)
 
     yield UserDefinedClassVariable, "var_getattr", var_getattr
+
+
+def _refuse_own_value() -> NoReturn:
+    refuse("an item of the __dict__ of an object is read, whose changes Python 3.13.0 hides: use 3.13.1 or later")
+
+
+def _refusing_own_values(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    def getitem(variable: Any, tx: Any, key: Any) -> Any:
+        if variable.source and not (key.is_python_constant() and key.as_python_constant() in _PARTS):
+            _refuse_own_value()
+        return look_up(variable, tx, key)
+
+    return getitem
 
 
 def _guard_own_key(variable: Any, tx: Any, args: Sequence[Any]) -> None:
@@ -168,6 +190,8 @@ def _guard_question_of_dictionary() -> Callable[..., Any]:
     def call_method(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
         subject, source = variable.obj, variable.obj.source
         is_asked = variable.name == "__dict__" and name in ("__contains__", "__getitem__", "get")
+        if is_asked and _HIDES_OWN_VALUES and name != "__contains__":
+            _refuse_own_value()
         if is_asked and source and args and args[0].is_python_constant() and hasattr(subject, "value"):
             key = args[0].as_python_constant()
             if not tx.output.side_effects.has_pending_mutation_of_attr(subject, key):

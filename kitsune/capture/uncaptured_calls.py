@@ -24,6 +24,7 @@ _SWITCHED_OFF = {
 
 _IN_OTHER_WORDS = {
     "requires_grad_() call": "gradients are computed in the call (Tensor.requires_grad_)",
+    "torch.jit.script/freeze modules": "a module of torch.jit.script is called",
     "ScriptModules": "a module of torch.jit.script is called",
     "`_CachedForward.__get__`": "a module of torch.jit.trace is called",
     "_LegacyVariableBase.__new__": "torch.autograd.Variable() is called; the tensor it is given does as well",

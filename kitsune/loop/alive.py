@@ -69,6 +69,11 @@ def outermost_modules() -> list[torch.nn.Module]:
     return _outermost(_of(gc.get_objects(), torch.nn.Module))
 
 
+def all_modules() -> list[torch.nn.Module]:
+    """All that there are."""
+    return [module for module in _of(gc.get_objects(), torch.nn.Module) if "_modules" in vars(module)]
+
+
 def _of(objects: Sequence[object], kind: type[T]) -> list[T]:
     """Those of a kind. What they say of it themselves is not asked for: proxies would load what they stand for."""
     kinds = {one for one in set(map(type, objects)) if issubclass(one, kind)}

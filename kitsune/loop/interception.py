@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from kitsune.capture.compilations import compilations
 from kitsune.capture.data_parallel import begin_unfollowed
 from kitsune.capture.frontend import compiled_inside
 from kitsune.capture.global_hooks import is_own_away, look_at_calls, num_absences
 from kitsune.capture.watch import Interceptor, interceptor_in, is_compiled
 from kitsune.errors import Refusal
-from kitsune.loop.alive import outermost_modules
+from kitsune.loop.alive import all_modules, outermost_modules
 
 # A module is seen as parts for optimizers that train no more of them: many small calls are no faster when replayed.
 _MOST_PARTS = 4
@@ -140,7 +141,7 @@ class ModuleFinder:
 
         Of several wrappers of one module the loop may call either.
         """
-        if not self._missing:
+        if not self._missing or not compilations.any_among(all_modules):
             return
         found = [module for module in outermost_modules() if is_compiled(module)]
         num_wrappers = Counter(map(compiled_inside, found))

@@ -96,7 +96,7 @@ CHANGES: dict[str, Callable[[], Any]] = {
 SETTINGS: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {
     "getrecursionlimit": (lambda: sys.getrecursionlimit(), sys.setrecursionlimit),
 }
-if hasattr(sys, "get_int_max_str_digits"):  # from Python 3.10.7 on
+if sys.version_info >= (3, 11):  # before, Dynamo does not know this one, and refuses the call
     SETTINGS["get_int_max_str_digits"] = (lambda: sys.get_int_max_str_digits(), sys.set_int_max_str_digits)
 
 

@@ -159,7 +159,7 @@ CASES = [
         "text",
         lambda m, x: x if m.name == "mean" else -x,
         lambda m, _: setattr(m, "name", "a" * 99),
-        f"model.name was 'mean', is '{'a' * 36}...",
+        f"model.name was 'mean', is '{'a' * 34}'...",
     ),
     case(
         "none",
@@ -381,7 +381,7 @@ CASES = [
         "partial",
         lambda m, x: m.partial(x),
         lambda m, _: setattr(m, "partial", functools.partial(scaled, by=4.0)),
-        "model.partial.keywords['by'] was 3.0, is 4.0",
+        "model.partial.keywords['by'] was 3.0, is 4.0" if sys.version_info[:3] != (3, 13, 0) else "is no longer 3.0",
     ),
     # what runs
     case("method", lambda m, x: m.scaled(x), lambda _, p: p.setattr(Net, "scaled", halved), "Net.scaled was replaced"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitsune.capture import lookups
 from kitsune.errors import RefusedError
 from tests.kitsune.capture.changing import Holder, model, noticed
 from tests.kitsune.capture.test_frontend import guarded
@@ -348,6 +349,21 @@ class Tuned(Net):
         return super().forward(x) * self.__dict__.get("late", 1.0)
 
 
+def test_an_item_of_an_own_dictionary_in_python_3_13_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Dynamo's guards do not see it change."""
+    monkeypatch.setattr(lookups, "_HIDES_OWN_VALUES", True)
+    it: Any = Thing()
+    it.late = 5.0
+    for read in (OWN["get"], OWN["vars get"], OWN["tried"]):
+        call, _ = guarded(lambda x, read=read: x * read(it))
+        with pytest.raises(RefusedError, match=r"whose changes Python 3\.13\.0 hides"):
+            call(torch.ones(2))
+    call, runner = guarded(lambda x: x * OWN["in"](it) * it.late)
+    call(torch.ones(2))
+    assert runner.graphs
+
+
+@pytest.mark.skipif(lookups._HIDES_OWN_VALUES, reason="what is read there is refused")
 @pytest.mark.support("Models", "keys of `__dict__` that were missing, and come later", "replayed")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_key_of_the_dictionary_of_the_model(form: str) -> None:

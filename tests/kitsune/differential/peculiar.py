@@ -64,12 +64,12 @@ class ComeToBeOne(Peculiar):
 
     def forward(self, x: Tensor) -> Tensor:
         self.written["k"] = 0.9
-        return x * self.weight * self.read["k"]
+        result = x * self.weight * self.read["k"]
+        self.written["k"] = 1.1
+        return result
 
     def change(self) -> None:
-        is_one = self.written is self.read
-        self.written = {"k": 1.1}
-        self.read = {"k": 1.1} if is_one else self.written
+        self.read = {"k": 1.1} if self.read is self.written else self.written
 
 
 class ListInATuple(Peculiar):
