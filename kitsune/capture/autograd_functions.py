@@ -73,7 +73,9 @@ def called_themselves(called: Called) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, method in patches:
             stack.enter_context(mock.patch.object(owner, name, _instead(method, getattr(owner, name))))
-        makers = [(VariableTracker, "build", inspector.noting(VariableTracker.build))]
+        makers: list[tuple[Any, str, Callable[..., Any]]] = [
+            (VariableTracker, "build", inspector.noting(VariableTracker.build))
+        ]
         if IS_BEFORE_2_13:  # where attributes of objects are made so
             makers.append((LazyVariableTracker, "create", inspector.noting_later(LazyVariableTracker.create)))
         for owner, name, maker in makers:
