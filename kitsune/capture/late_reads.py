@@ -20,6 +20,7 @@ from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, result
 
 _MARK = "kitsune_late_reads"
+_TORCH = "G['__import_torch"  # begins the names of places in torch's modules
 
 
 class LateReads(NamedTuple):
@@ -83,9 +84,10 @@ def _fact(source: Source, output: Any) -> Fact | None:
     return result(look, name, code, namespace)
 
 
-def look(_name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:
-    """What is seen of the object at a place."""
-    return seen(eval(code, namespace))
+def look(name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:
+    """What is seen of the object at a place. Of torch's own, as its hooks of all modules, which object it is."""
+    found = eval(code, namespace)
+    return found if name.startswith(_TORCH) else seen(found)
 
 
 def read_late(node: fx.Node, reads: LateReads) -> None:

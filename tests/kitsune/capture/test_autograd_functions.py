@@ -987,6 +987,19 @@ def test_what_a_backward_pass_does_not_look_at_may_change() -> None:
     alike("drop_in", built(forward, calls=0), steps=6, loop=loop)
 
 
+def test_what_torch_itself_has_may_change() -> None:
+    """A checkpoint calls modules in its backward pass, which look at torch's hooks of all modules."""
+
+    def forward(parts: Parts, x: Tensor) -> Tensor:
+        return parts.last(checkpoint(parts.first, x, use_reentrant=False))
+
+    def edit(_training: Training, index: int) -> None:
+        if index == 4:
+            nn.modules.module.register_module_forward_pre_hook(lambda *_: None).remove()
+
+    alike("drop_in", built(forward), steps=9, edit=edit, replays=7)
+
+
 # Each mend, taken back
 
 
