@@ -72,7 +72,8 @@ class CaptureBudget:
         """What the user is told until then."""
         seconds = math.ceil(begins - self._began)
         return Refusal(
-            f"captures begin after {seconds} s of training: so far they would take more than {self._share:.0%} of it",
+            f"captures begin after {seconds} s of training with this optimizer: so far they would take more than "
+            f"{self._share:.0%} of it",
             remedy="setup_share=1.0 lets them begin at once",
         )
 

@@ -155,7 +155,8 @@ class _Inspector:
         known = dict.fromkeys(_sources_in(kept, output.side_effects))
         late = {**(look.late or {}), **known}
         try:
-            reads = late_reads(late, {**look.early, **known}, output)
+            early = {**look.early, **known}
+            reads = late_reads(late, early, output, runs_again=isinstance(look, FunctionLook))
         except LookupError as error:
             refuse(f"{look.name} reads in backward() what may be another object then: {error}")
         self._read_late.update(late)

@@ -35,20 +35,24 @@ class LateReads(NamedTuple):
     shared: tuple[Fact, ...] = ()
 
 
-def late_reads(late: Iterable[Source], early: Collection[Source], output: Any) -> LateReads:
+def late_reads(late: Iterable[Source], early: Collection[Source], output: Any, *, runs_again: bool) -> LateReads:
     """That what is found at the sources `late` is what it is at present. Tensors are left out: graphs read those.
 
     Args:
         early: what the forward pass reads.
         output: Dynamo's state of the call that it traces.
+        runs_again: whether what reads runs itself, where a call is repeated, and is no part of a graph.
 
     Raises:
         LookupError: a source is an argument of the call, or belongs to one: it is another object at each call.
     """
     found = {source: fact for source in late if (fact := _fact(source, output)) is not None}
     alone = [fact for source, fact in found.items() if source not in early]
-    switches = [result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled)]
-    return LateReads((*alone, *switches), tuple(fact for source, fact in found.items() if source in early))
+    shared = [fact for source, fact in found.items() if source in early]
+    (alone if runs_again else shared).extend(
+        (result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled))
+    )
+    return LateReads(tuple(alone), tuple(shared))
 
 
 def facts_about(sources: Iterable[Source], output: Any) -> tuple[Fact, ...]:

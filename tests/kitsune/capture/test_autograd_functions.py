@@ -904,14 +904,14 @@ def hooked(h: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
 
 def alike_or_raises(build: Build, change: Callable[[], object]) -> None:
     """Trains, with a `change` between call and backward pass from the third step on."""
-    steps: dict[int, int] = {}
+    steps: dict[Training, int] = {}  # which keeps them apart
 
     def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
-        steps[id(training)] = steps.get(id(training), 0) + 1
+        steps[training] = steps.get(training, 0) + 1
         training.optimizer.zero_grad()
         renewed()
         loss = training.loss_fn(training.model(x), y)
-        if steps[id(training)] > 3:
+        if steps[training] > 3:
             change()
         loss.backward()
         training.optimizer.step()
