@@ -40,7 +40,7 @@ from torch.autograd import Function, forward_ad
 from kitsune.capture.applied_functions import name_of
 from kitsune.capture.called import IS_BEFORE_2_13, Called, realized
 from kitsune.capture.function_looks import FunctionLook, Look, add_call, by_place
-from kitsune.capture.late_reads import LateReads, facts_about, late_reads, read_late
+from kitsune.capture.late_reads import LateReads, facts_about, is_close_look, late_reads, read_late
 from kitsune.capture.refusing import refuse
 
 _METHODS = ("forward", "setup_context", "backward", "vjp")
@@ -163,9 +163,9 @@ class _Inspector:
         self._go_by(node, reads)
 
     def _go_by(self, node: fx.Node, reads: LateReads) -> None:
-        """The backward pass of a node, and so each call: both are compared with what was captured."""
+        """The backward pass of a node. What Dynamo does not guard, each call goes by as well, as it was captured so."""
         read_late(node, reads)
-        self._called.note_facts((*reads.alone, *reads.shared))
+        self._called.note_facts(filter(is_close_look, (*reads.alone, *reads.shared)))
 
     @contextmanager
     def _looking(self, look: Look) -> Iterator[None]:

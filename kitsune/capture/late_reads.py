@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.source import LocalSource
 from torch._guards import ChainedSource, Source
 
-from kitsune.capture.seen_objects import seen
+from kitsune.capture.seen_objects import class_facts, own_classes, seen
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, result
 
 _MARK = "kitsune_late_reads"
 _TORCH = "G['__import_torch"  # begins the names of places in torch's modules
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
 
 
 class LateReads(NamedTuple):
@@ -46,32 +49,63 @@ def late_reads(late: Iterable[Source], early: Collection[Source], output: Any, *
     Raises:
         LookupError: a source is an argument of the call, or belongs to one: it is another object at each call.
     """
-    found = {source: fact for source in late if (fact := _fact(source, output)) is not None}
-    alone = [fact for source, fact in found.items() if source not in early]
-    shared = [fact for source, fact in found.items() if source in early]
-    (alone if runs_again else shared).extend(
-        (result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled))
-    )
-    return LateReads(tuple(alone), tuple(shared))
+    early_names = {name for source in early if (name := _name(source)) is not None}
+    alone, shared = _Found(), _Found()
+    for source in late:
+        (shared if _name(source) in early_names else alone).look_at(source, output)
+    switches = (result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled))
+    found = tuple(alone.facts(but=shared)), tuple(shared.facts())
+    return LateReads((*found[0], *switches), found[1]) if runs_again else LateReads(found[0], (*found[1], *switches))
 
 
 def facts_about(sources: Iterable[Source], output: Any) -> tuple[Fact, ...]:
     """That what is found at `sources` is what it is at present, but for tensors and arguments of the call."""
-    return tuple(_facts_about(sources, output))
-
-
-def _facts_about(sources: Iterable[Source], output: Any) -> Iterator[Fact]:
+    found = _Found()
     for source in sources:
-        try:
-            fact = _fact(source, output)
-        except (LookupError, AttributeError, NameError):  # of an argument, or of what Dynamo itself has made
-            continue
-        if fact is not None and facts_type()([fact]).hold():
-            yield fact
+        with suppress(LookupError, AttributeError, NameError):  # of an argument, or of what Dynamo itself has made
+            found.look_at(source, output)
+    return tuple(fact for fact in found.facts() if facts_type()([fact]).hold())
 
 
-def _fact(source: Source, output: Any) -> Fact | None:
-    """That what is found there looks as it does at present; None of a tensor."""
+class _Found:
+    """What is found at sources, each looked at once, and the classes of these objects."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Fact] = {}
+        self._classes: dict[type, None] = {}
+
+    def look_at(self, source: Source, output: Any) -> None:
+        """Raises what `_looked_at` does."""
+        if source.name in self._facts:
+            return
+        looked = _looked_at(source, output)
+        if looked is not None:
+            self._facts[source.name], found = looked
+            if is_close_look(self._facts[source.name]):
+                self._classes |= dict.fromkeys(own_classes(found))
+
+    def facts(self, but: _Found | None = None) -> Iterator[Fact]:
+        """All there are; without those about classes that another one has, too."""
+        yield from self._facts.values()
+        for kind in self._classes:
+            if but is None or kind not in but._classes:
+                yield from class_facts(kind)
+
+
+def _name(source: Source) -> str | None:
+    try:
+        name: str = source.name
+    except NotImplementedError:  # of what has none
+        return None
+    return name
+
+
+def _looked_at(source: Source, output: Any) -> tuple[Fact, object] | None:
+    """That what is found there looks as it does at present, and what that is; None of a tensor.
+
+    Raises:
+        LookupError: it is an argument of the call, or belongs to one.
+    """
     root: Any = source
     while isinstance(root, ChainedSource):
         root = root.base
@@ -80,18 +114,41 @@ def _fact(source: Source, output: Any) -> Fact | None:
         namespace["L"] = {root.local_name: output.local_scope[root.local_name]}
     name: str = source.name
     code = compile(name, "<a backward pass>", "eval")
-    if isinstance(eval(code, namespace), torch.Tensor):
+    found = eval(code, namespace)
+    if isinstance(found, torch.Tensor):
         return None
     traced = output.root_tx.f_code
     if isinstance(root, LocalSource) and root.local_name in traced.co_varnames[: traced.co_argcount]:
         raise LookupError(name)
-    return result(look, name, code, namespace)
+    if type(found) in _CONSTANTS or _is_of_torch(found) or _is_part_of_torch(source, namespace):
+        return result(eval, code, namespace), found
+    return result(look, name, code, namespace), found
 
 
-def look(name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:
-    """What is seen of the object at a place. Of torch's own, as its hooks of all modules, which object it is."""
-    found = eval(code, namespace)
-    return found if name.startswith(_TORCH) else seen(found)
+def look(_name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:
+    """What is seen of the object at a place."""
+    return seen(eval(code, namespace))
+
+
+def _is_of_torch(found: object) -> bool:
+    """Whether nobody gives this object, or its class, other attributes than it has."""
+    defined = found if isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType)) else type(found)
+    return isinstance(found, types.ModuleType) or (defined.__module__ or "").partition(".")[0] == "torch"
+
+
+def _is_part_of_torch(source: Any, namespace: dict[str, Any]) -> bool:
+    """Whether what is found at a source is in one of torch's modules, or every `torch.nn.Module` has it."""
+    if source.name.startswith(_TORCH) or getattr(source, "member", None) in _OF_MODULES:
+        return True
+    if not isinstance(source, ChainedSource) or not source.base.name:
+        return False
+    owner = eval(source.base.name, namespace)
+    return isinstance(owner, torch.nn.Module) and _is_of_torch(owner)
+
+
+def is_close_look(fact: Fact) -> bool:
+    """Whether no guard of Dynamo's is about the same."""
+    return fact.subject is look
 
 
 def read_late(node: fx.Node, reads: LateReads) -> None:

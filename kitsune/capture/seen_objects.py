@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kitsune.capture.called import IS_BEFORE_2_13
-from kitsune.native.facts import definition
+from kitsune.native.facts import Fact, definition, item
 
 _CONSTANTS = (type(None), bool, int, str, bytes, complex, type(...))
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, deque)
@@ -41,8 +41,28 @@ class _TheSame:
 
 
 def seen(value: Any) -> object:
-    """What can be seen of `value`: equal to what is seen later where nothing of it has changed."""
+    """What can be seen of `value`: equal to what is seen later where nothing of it has changed.
+
+    For the class of an object see `class_facts`.
+    """
     return _seen(value, ())
+
+
+def own_classes(value: Any) -> Iterator[type]:
+    """The classes of an object, or those that a class derives from, that are written in Python, and not torch's."""
+    if isinstance(value, (dict, *_SEQUENCES, *_SETS, types.ModuleType, types.FunctionType, types.MethodType)):
+        return
+    for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+        if kind.__flags__ & _IS_MADE_BY_A_CLASS_STATEMENT and kind.__module__.partition(".")[0] != "torch":
+            yield kind
+
+
+def class_facts(kind: type) -> Iterator[Fact]:
+    """That its methods and names stay, and its constants, which Dynamo has from nowhere before torch 2.13."""
+    yield definition(kind)
+    if IS_BEFORE_2_13:
+        own: Any = vars(kind)
+        yield from (item(own, name) for name, value in own.items() if type(value) in (*_CONSTANTS, float))
 
 
 def _seen(value: Any, around: tuple[object, ...]) -> object:
@@ -73,12 +93,6 @@ def _beside(value: Any) -> Iterator[object]:
         yield from map(_TheSame, (value.__code__, value.__defaults__, value.__kwdefaults__))
     if isinstance(value, (types.ModuleType, types.FunctionType, types.MethodType)):
         return
-    for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
-        if kind.__flags__ & _IS_MADE_BY_A_CLASS_STATEMENT and kind.__module__.partition(".")[0] != "torch":
-            _, _, names, (bases, *attributes) = definition(kind)
-            yield names, _TheSame(bases), *map(_TheSame, attributes)
-            if IS_BEFORE_2_13:  # where Dynamo has what is read of a class from nowhere
-                yield tuple(_seen(one, ()) for one in vars(kind).values() if type(one) in (*_CONSTANTS, float))
     if not isinstance(value, type) and type(value).__dictoffset__:
         own = object.__getattribute__(value, "__dict__")
         yield tuple(own)
