@@ -24,6 +24,7 @@ from torch._dynamo.guards import CheckFunctionManager
 from kitsune.capture.called import SETTINGS, environment, filters_of_warnings
 from kitsune.capture.late_reads import look
 from kitsune.capture.named_places import MISSING, UNREADABLE, Place, Scope, read_attribute, read_item
+from kitsune.capture.seen_objects import attribute_names
 from kitsune.capture.shown_values import class_name, cut, function_name, is_a, of_kind, shown
 from kitsune.native.facts import Fact, Kind, PythonFacts
 
@@ -131,6 +132,9 @@ def _of_fact(fact: Fact) -> Change | None:
         source, _, names = key
         what = Scope(names["L"], names["G"]).told(source)
         return Change(what, f"{what}, which the backward pass reads, is not what it was")
+    if fact.kind == Kind.RESULT and subject is attribute_names:
+        what = f"which attributes {of_kind(class_name(type(key[0])))} has"
+        return Change(what, f"{what}, on which a backward pass may depend, has changed")
     if fact.kind == Kind.RESULT and subject in SETTINGS:
         return _between(Place(f"sys.{subject.__name__}()", subject()), shown(fact.expected))
     return None

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._dynamo.guards import _get_closure_vars
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._guards import ChainedSource, Source
 
-from kitsune.capture.seen_objects import class_facts, own_classes, seen
+from kitsune.capture.seen_objects import attribute_names, class_facts, own_classes, seen
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, result
 
@@ -68,11 +68,12 @@ def facts_about(sources: Iterable[Source], output: Any) -> tuple[Fact, ...]:
 
 
 class _Found:
-    """What is found at sources, each looked at once, and the classes of these objects."""
+    """What is found at sources, each looked at once; the classes of these objects, and modules of torch's classes."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Fact] = {}
         self._classes: dict[type, None] = {}
+        self._modules: dict[torch.nn.Module, None] = {}
 
     def look_at(self, source: Source, output: Any) -> None:
         """Raises what `_looked_at` does."""
@@ -80,13 +81,17 @@ class _Found:
             return
         looked = _looked_at(source, output)
         if looked is not None:
-            self._facts[source.name], found = looked
-            if is_close_look(self._facts[source.name]):
+            fact, found = looked
+            self._facts[source.name] = fact
+            if fact.subject is look:
                 self._classes |= dict.fromkeys(own_classes(found))
+            elif isinstance(found, torch.nn.Module):
+                self._modules[found] = None
 
     def facts(self, but: _Found | None = None) -> Iterator[Fact]:
         """All there are; without those about classes that another one has, too."""
         yield from self._facts.values()
+        yield from (result(attribute_names, module) for module in self._modules)
         for kind in self._classes:
             if but is None or kind not in but._classes:
                 yield from class_facts(kind)
@@ -120,7 +125,7 @@ def _looked_at(source: Source, output: Any) -> tuple[Fact, object] | None:
     traced = output.root_tx.f_code
     if isinstance(root, LocalSource) and root.local_name in traced.co_varnames[: traced.co_argcount]:
         raise LookupError(name)
-    if type(found) in _CONSTANTS or _is_of_torch(found) or _is_part_of_torch(source, namespace):
+    if type(found) in _CONSTANTS or _is_of_torch(found) or _is_in_every_module(source, namespace):
         return result(eval, code, namespace), found
     return result(look, name, code, namespace), found
 
@@ -131,24 +136,22 @@ def look(_name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:
 
 
 def _is_of_torch(found: object) -> bool:
-    """Whether nobody gives this object, or its class, other attributes than it has."""
+    """Whether an object is a module of Python, or its class, or the function or the class that it is, is torch's."""
     defined = found if isinstance(found, (type, types.FunctionType, types.BuiltinFunctionType)) else type(found)
     return isinstance(found, types.ModuleType) or (defined.__module__ or "").partition(".")[0] == "torch"
 
 
-def _is_part_of_torch(source: Any, namespace: dict[str, Any]) -> bool:
-    """Whether what is found at a source is in one of torch's modules, or every `torch.nn.Module` has it."""
-    if source.name.startswith(_TORCH) or getattr(source, "member", None) in _OF_MODULES:
+def _is_in_every_module(source: Any, namespace: dict[str, Any]) -> bool:
+    """Whether what is found at a source is torch's own, as are the dictionaries that every `torch.nn.Module` has."""
+    if source.name.startswith(_TORCH):
         return True
-    if not isinstance(source, ChainedSource) or not source.base.name:
-        return False
-    owner = eval(source.base.name, namespace)
-    return isinstance(owner, torch.nn.Module) and _is_of_torch(owner)
+    is_named_so = isinstance(source, AttrSource) and source.member in _OF_MODULES
+    return is_named_so and isinstance(eval(source.base.name, namespace), torch.nn.Module)
 
 
 def is_close_look(fact: Fact) -> bool:
-    """Whether no guard of Dynamo's is about the same."""
-    return fact.subject is look
+    """Whether no guard of Dynamo's, and nothing that is noted of a call, is about the same."""
+    return fact.subject is look or fact.subject is attribute_names
 
 
 def read_late(node: fx.Node, reads: LateReads) -> None:

@@ -1,4 +1,4 @@
-"""What can be seen of an object without running anything of the user's, to be compared with what can be seen later.
+"""What can be seen of an object, to be compared with what can be seen later. Of the user's code `__eq__` alone may run.
 
 Containers are seen with all that is in them, other objects with the names of their attributes: what these hold is seen
 where it is read, that one is missing, or hides one of the class, is not.
@@ -65,6 +65,14 @@ def class_facts(kind: type) -> Iterator[Fact]:
         yield from (item(own, name) for name, value in own.items() if type(value) in (*_CONSTANTS, float))
 
 
+def attribute_names(value: object) -> tuple[tuple[str, ...], ...]:
+    """The names of an object's own attributes; of a module, those of parameters, buffers and parts, too."""
+    own = object.__getattribute__(value, "__dict__")
+    if not isinstance(value, nn.Module):
+        return (tuple(own),)
+    return (tuple(own), *(tuple(own[name]) for name in _REGISTRIES if name in own))
+
+
 def _seen(value: Any, around: tuple[object, ...]) -> object:
     kind = type(value)
     if kind in _CONSTANTS:
@@ -94,10 +102,7 @@ def _beside(value: Any) -> Iterator[object]:
     if isinstance(value, (types.ModuleType, types.FunctionType, types.MethodType)):
         return
     if not isinstance(value, type) and type(value).__dictoffset__:
-        own = object.__getattribute__(value, "__dict__")
-        yield tuple(own)
-        if isinstance(value, nn.Module):
-            yield from (tuple(own.get(name, ())) for name in _REGISTRIES)
+        yield attribute_names(value)
 
 
 _IS_MADE_BY_A_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE

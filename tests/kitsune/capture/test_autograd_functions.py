@@ -902,7 +902,9 @@ def hooked(h: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
     return h
 
 
-def alike_or_raises(build: Build, change: Callable[[], object]) -> None:
+def alike_or_raises(
+    build: Build, change: Callable[[nn.Module], object], renew: Callable[[nn.Module], object] = lambda _model: None
+) -> None:
     """Trains, with a `change` between call and backward pass from the third step on."""
     steps: dict[Training, int] = {}  # which keeps them apart
 
@@ -910,9 +912,10 @@ def alike_or_raises(build: Build, change: Callable[[], object]) -> None:
         steps[training] = steps.get(training, 0) + 1
         training.optimizer.zero_grad()
         renewed()
+        renew(training.model)
         loss = training.loss_fn(training.model(x), y)
         if steps[training] > 3:
-            change()
+            change(training.model)
         loss.backward()
         training.optimizer.step()
         return loss.detach()
@@ -930,7 +933,38 @@ def alike_or_raises(build: Build, change: Callable[[], object]) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_looked_at_in_a_backward_pass_changes_before_it_runs(place: str, what: str) -> None:
     read, change = LATE_READS[what]
-    alike_or_raises(built(PLACES[place](read)), change)
+    alike_or_raises(built(PLACES[place](read)), lambda _model: change())
+
+
+OF_LAYERS: dict[str, tuple[Callable[[Any], float], Callable[[Any], object]]] = {
+    "missing attribute": (lambda layer: getattr(layer, "late", 1.0), lambda layer: setattr(layer, "late", 2.0)),
+    "missing buffer": (
+        lambda layer: 2.0 if hasattr(layer, "late") else 1.0,
+        lambda layer: layer.register_buffer("late", torch.ones(1)),
+    ),
+    "list": (lambda layer: len(layer.history), lambda layer: layer.history.append(1.0)),
+    "list of a usual name": (lambda layer: len(layer.own.training), lambda layer: layer.own.training.append(1.0)),
+}
+
+
+@pytest.mark.parametrize("what", OF_LAYERS)
+@pytest.mark.parametrize("place", ["a hook", "a function"])
+def test_what_is_given_to_a_layer_of_torch_changes_before_the_backward_pass(place: str, what: str) -> None:
+    read, change = OF_LAYERS[what]
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        layer = nn.Linear(2, 2)
+        return built(PLACES[place](lambda: read(layer)), given=[layer])()
+
+    def renew(model: Any) -> None:
+        layer: Any = model.given[0]
+        layer.history, layer.own = [1.0], Read()
+        layer.own.training = [1.0]
+        vars(layer).pop("late", None)
+        layer._buffers.pop("late", None)
+        layer._non_persistent_buffers_set.clear()
+
+    alike_or_raises(build, lambda model: change(model.given[0]), renew)  # type: ignore[index]
 
 
 KEPT: dict[str, tuple[Callable[[Any], float], Callable[[Any], object]]] = {
@@ -946,13 +980,13 @@ def test_what_ctx_keeps_changes_before_the_backward_pass(what: str) -> None:
     read, change = KEPT[what]
     made = function(lambda ctx, grad: (grad * read(ctx.held), None), kept_by_a_function)
     forward: Forward = lambda parts, x: parts.last(made.apply(parts.first(x), LATE))  # noqa: E731
-    alike_or_raises(built(forward), lambda: change(LATE))
+    alike_or_raises(built(forward), lambda _model: change(LATE))
 
 
 def test_a_list_that_ctx_keeps_changes_before_the_backward_pass() -> None:
     made = function(lambda ctx, grad: (grad * ctx.held[0], None), kept_by_a_function)
     forward: Forward = lambda parts, x: parts.last(made.apply(parts.first(x), LATE.numbers))  # noqa: E731
-    alike_or_raises(built(forward), lambda: LATE.numbers.__setitem__(0, 2.0))
+    alike_or_raises(built(forward), lambda _model: LATE.numbers.__setitem__(0, 2.0))
 
 
 def test_what_a_backward_pass_looks_at_changes_later_in_the_call() -> None:
