@@ -15,7 +15,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -40,7 +40,7 @@ from torch.autograd import Function, forward_ad
 from kitsune.capture.applied_functions import name_of
 from kitsune.capture.called import IS_BEFORE_2_13, Called, realized
 from kitsune.capture.function_looks import FunctionLook, Look, add_call, by_place
-from kitsune.capture.late_reads import LateReads, facts_about, is_close_look, late_reads, read_late
+from kitsune.capture.late_reads import ArgumentReadError, LateReads, facts_about, is_close_look, late_reads, read_late
 from kitsune.capture.refusing import refuse
 
 _METHODS = ("forward", "setup_context", "backward", "vjp")
@@ -147,7 +147,10 @@ class _Inspector:
             nodes = reversed(tx.output.current_tracer.graph.nodes)
             node = next(node for node in nodes if node.target is variable.value)
             read |= dict.fromkeys(_sources_in((args, kwargs), tx.output.side_effects))
-            self._go_by(node, LateReads(shared=facts_about(read, tx.output)))
+            try:
+                self._go_by(node, LateReads(shared=facts_about(read, tx.output)))
+            except ArgumentReadError as error:
+                _refuse_argument("a checkpoint", error)
         return returned
 
     def _note_late(self, look: Look, node: fx.Node, output: Any, kept: Iterable[Any]) -> None:
@@ -157,8 +160,8 @@ class _Inspector:
         try:
             early = {**look.early, **known}
             reads = late_reads(late, early, output, runs_again=isinstance(look, FunctionLook))
-        except LookupError as error:
-            refuse(f"{look.name} reads in backward() what may be another object then: {error}")
+        except ArgumentReadError as error:
+            _refuse_argument(look.name, error)
         self._read_late.update(late)
         self._go_by(node, reads)
 
@@ -239,6 +242,10 @@ class _Inspector:
             (look.early if look.late is None else look.late)[source] = None
         for read in self._checkpoints:
             read[source] = None
+
+
+def _refuse_argument(name: str, error: ArgumentReadError) -> NoReturn:
+    refuse(f"{name} reads in backward() what may be another object then: {error}")
 
 
 def _sources_in(variables: Iterable[Any], effects: SideEffects) -> Iterator[Source]:

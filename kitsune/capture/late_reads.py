@@ -26,6 +26,10 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
 
 
+class ArgumentReadError(Exception):
+    """What a backward pass would read belongs to an argument of the call: each call has another one."""
+
+
 class LateReads(NamedTuple):
     """What backward passes go by.
 
@@ -47,24 +51,34 @@ def late_reads(late: Iterable[Source], early: Collection[Source], output: Any, *
         runs_again: whether what reads runs itself, where a call is repeated, and is no part of a graph.
 
     Raises:
-        LookupError: a source is an argument of the call, or belongs to one: it is another object at each call.
+        ArgumentReadError: a source belongs to an argument of the call that may change.
     """
     early_names = {name for source in early if (name := _name(source)) is not None}
     alone, shared = _Found(), _Found()
     for source in late:
         (shared if _name(source) in early_names else alone).look_at(source, output)
-    switches = (result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled))
     found = tuple(alone.facts(but=shared)), tuple(shared.facts())
-    return LateReads((*found[0], *switches), found[1]) if runs_again else LateReads(found[0], (*found[1], *switches))
+    if runs_again:
+        return LateReads((*found[0], *_switches()), found[1])
+    return LateReads(found[0], (*found[1], *_switches()))
 
 
 def facts_about(sources: Iterable[Source], output: Any) -> tuple[Fact, ...]:
-    """That what is found at `sources` is what it is at present, but for tensors and arguments of the call."""
+    """That what is found at `sources` is what it is at present, but for tensors.
+
+    Raises:
+        ArgumentReadError: a source belongs to an argument of the call that may change.
+    """
     found = _Found()
     for source in sources:
-        with suppress(LookupError, AttributeError, NameError):  # of an argument, or of what Dynamo itself has made
+        with suppress(LookupError, AttributeError, NameError):  # of what Dynamo itself has made
             found.look_at(source, output)
-    return tuple(fact for fact in found.facts() if facts_type()([fact]).hold())
+    return (*_switches(), *(fact for fact in found.facts() if facts_type()([fact]).hold()))
+
+
+def _switches() -> tuple[Fact, ...]:
+    """Of torch, which any function may ask about."""
+    return result(torch.get_default_dtype), result(torch.are_deterministic_algorithms_enabled)
 
 
 class _Found:
@@ -106,10 +120,10 @@ def _name(source: Source) -> str | None:
 
 
 def _looked_at(source: Source, output: Any) -> tuple[Fact, object] | None:
-    """That what is found there looks as it does at present, and what that is; None of a tensor.
+    """That what is found there looks as it does at present, and what it is; None where nothing can change but tensors.
 
     Raises:
-        LookupError: it is an argument of the call, or belongs to one.
+        ArgumentReadError: it belongs to an argument of the call, and may change.
     """
     root: Any = source
     while isinstance(root, ChainedSource):
@@ -124,10 +138,19 @@ def _looked_at(source: Source, output: Any) -> tuple[Fact, object] | None:
         return None
     traced = output.root_tx.f_code
     if isinstance(root, LocalSource) and root.local_name in traced.co_varnames[: traced.co_argcount]:
-        raise LookupError(name)
+        if source is root or _is_unchangeable(found):  # Kitsune's own tuple and dictionary of them do not change
+            return None
+        raise ArgumentReadError(name)
     if type(found) in _CONSTANTS or _is_of_torch(found) or _is_in_every_module(source, namespace):
         return result(eval, code, namespace), found
     return result(look, name, code, namespace), found
+
+
+def _is_unchangeable(value: object) -> bool:
+    """Whether nothing can change of it, but for tensors."""
+    if type(value) is tuple:
+        return all(map(_is_unchangeable, value))
+    return type(value) in _CONSTANTS or isinstance(value, torch.Tensor)
 
 
 def look(_name: str, code: types.CodeType, namespace: dict[str, Any]) -> object:

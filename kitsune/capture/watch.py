@@ -221,6 +221,9 @@ def refuse_module(module: torch.nn.Module) -> Refusal | None:
             )
         if isinstance(part, torch.nn.DataParallel):
             return Refusal(f"{place} is a DataParallel, which calls copies of its module")
+        if isinstance(part, torch.jit.ScriptModule):
+            remedy = "train the module that it was made of, and convert that afterwards"
+            return Refusal(f"{place} is a module of torch.jit.script or torch.jit.trace", remedy=remedy)
         if (answered := refuse_interceptor(part._compiled_call_impl, place)) is not None:
             return answered
     for name, param in module.named_parameters():

@@ -15,6 +15,7 @@ What `torch.compile` has wrapped is called as `forward` of the wrapper, whose ow
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -255,7 +256,8 @@ def _own_parts(module: torch.nn.Module, taker: CallTaker, name: str) -> Iterator
     takers = _takers_of(module)
     if taker not in takers:
         return
-    if len(takers) == 1 and type(module).forward is not torch.nn.Module.forward:  # lists of modules are not called
+    forward = inspect.getattr_static(type(module), "forward")  # that of a ScriptModule cannot be asked of its class
+    if len(takers) == 1 and forward is not torch.nn.Module.forward:  # lists of modules are not called
         yield name, module
         return
     for child_name, child in module.named_children():

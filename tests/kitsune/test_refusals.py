@@ -173,6 +173,24 @@ class Generating(Net):
         return super().forward(x) + torch.rand(3, generator=self.generator)
 
 
+SCRIPTED: Any = None
+"""A module that is no part of the model that calls it; each case sets it."""
+
+
+class CallingScripted(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(SCRIPTED(x))
+
+
+def calling(convert: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        global SCRIPTED
+        SCRIPTED = convert(nn.Tanh())
+        return CallingScripted()
+
+    return build
+
+
 class Variables(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.autograd.Variable(x))
@@ -229,8 +247,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compiled, asked by a library": (CompiledByWayOfALibrary, "whether it is being compiled"),
     "cumulative batch norm": (CumulativeNorm, "batchnorm.py"),
     "a function that keeps a tensor": (Keeping, "kept_noise() keeps tensors"),
-    "torch.jit": (lambda: torch.jit.script(Net()), "a module of torch.jit.script is called"),
-    "torch.jit.trace": (lambda: torch.jit.trace(Net(), torch.ones(2, 4)), "a module of torch.jit.trace is called"),
+    "torch.jit": (lambda: torch.jit.script(Net()), "the model is a module of torch.jit.script"),
+    "torch.jit.trace": (
+        lambda: torch.jit.trace(Net(), torch.ones(2, 4)),
+        "the model is a module of torch.jit.script or torch.jit.trace",
+    ),
+    "torch.jit, called": (calling(torch.jit.script), "a module of torch.jit.script is called"),
+    "torch.jit.trace, called": (
+        calling(lambda module: torch.jit.trace(module, torch.ones(2, 4))),
+        "a module of torch.jit.trace is called",
+    ),
     "variable": (Variables, "torch.autograd.Variable() is called"),
     "connectionist": (Connectionist, "a result of aten._ctc_loss.Tensor has a size that depends on data"),
 }

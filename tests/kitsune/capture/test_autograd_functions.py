@@ -887,7 +887,7 @@ PLACES: dict[str, Callable[[Callable[[], float]], Forward]] = {
     "a function": lambda read: around(function(lambda ctx, grad: grad * read())),
     "a hook": lambda read: lambda parts, x: parts.last(hooked(parts.first(x), lambda grad: grad * read())),
     "a checkpoint": lambda read: (
-        lambda parts, x: parts.last(checkpoint(lambda h: h.sin() * read(), parts.first(x), use_reentrant=False))
+        lambda parts, x: parts.last(checkpoint(lambda h: (h * read()).sin(), parts.first(x), use_reentrant=False))
     ),
     "a function, and the model before": lambda read: also_before(read, function(lambda ctx, grad: grad * read())),
 }
@@ -987,6 +987,40 @@ def test_a_list_that_ctx_keeps_changes_before_the_backward_pass() -> None:
     made = function(lambda ctx, grad: (grad * ctx.held[0], None), kept_by_a_function)
     forward: Forward = lambda parts, x: parts.last(made.apply(parts.first(x), LATE.numbers))  # noqa: E731
     alike_or_raises(built(forward), lambda _model: LATE.numbers.__setitem__(0, 2.0))
+
+
+ARGUMENTS: dict[str, tuple[object, Callable[[Any], float], bool]] = {
+    "list": ([2.0], lambda held: held[0], False),
+    "dictionary": ({"k": 2.0}, lambda held: held["k"], False),
+    "list in a tuple": (([2.0],), lambda held: held[0][0], False),
+    "number": (2.0, lambda held: held, True),
+    "tuple": ((2.0, None), lambda held: held[0], True),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+@pytest.mark.parametrize("place", ["a hook", "a checkpoint"])
+def test_what_a_backward_pass_reads_of_an_argument(place: str, what: str) -> None:
+    """An argument that may change until then is another one at each call, of which nothing can be noted."""
+    held, read, is_replayed = ARGUMENTS[what]
+
+    def loop(training: Training, x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss_fn(training.model(x, held), y)
+        loss.backward()
+        training.optimizer.step()
+        return loss.detach()
+
+    class Given(Parts):
+        def forward(self, x: Tensor, held: Any) -> Any:
+            return PLACES[place](lambda: read(held))(self, x)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Given(around(Plainly)).double()
+        return model, adam(model)
+
+    training = alike("drop_in", build, steps=4, loop=loop, replays=2 if is_replayed else 0)
+    assert ("reads in backward() what may be another object then" in reasons(training)) is not is_replayed
 
 
 def test_what_a_backward_pass_looks_at_changes_later_in_the_call() -> None:
