@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "schedule": ("device", "plan", "graph", "timing"),
     "memory": ("device", "plan", "graph"),
     "execution": ("device", "native", "graph", "plan", "kernels", "memory"),
+    "engine": ("device", "capture", "graph", "kernels", "passes", "plan", "fusion", "timing"),
     "fallback": ("budget", "timing"),
     "loop": (
         "status",
@@ -55,6 +56,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "execution",
         "budget",
         "fallback",
+        "engine",
     ),
 }
 LAYERS |= dict.fromkeys(_FACES, (*LAYERS, *_FACES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from kitsune.fusion.examples import examples
 from kitsune.fusion.match import Alone
 from kitsune.graph.signature import graph_signature
 from kitsune.kernels.tuning import is_of_compiler
-from kitsune.timing import CostCache, device_us
+from kitsune.timing import CostCache, device_us, trials, turns
 
 # A replacement that wins less is within the noise.
 _CLEARLY_FASTER = 0.97
@@ -56,7 +55,7 @@ class Measured:
 
     def __init__(self, device: torch.device, cache: CostCache, *, limit_s: float) -> None:
         self._device, self._cache = device, cache
-        self._deadline = time.monotonic() + limit_s
+        self._deadline = turns.clock() + limit_s
 
     def __call__(self, alone: Alone) -> Verdict:
         key = key_of(alone)
@@ -65,6 +64,7 @@ class Measured:
             return verdict
         if self.is_late():
             return Verdict("there was no time left to try it")
+        _tell(key, alone)
         try:
             if not agree(alone, self._device):
                 return self._never(key, "its results differ from those of what it would replace")
@@ -78,7 +78,7 @@ class Measured:
 
     def is_late(self) -> bool:
         """Whether the time for trials is up."""
-        return time.monotonic() > self._deadline
+        return turns.clock() > self._deadline
 
     def _failed(self, key: str, error: Exception) -> Verdict:
         """Tries again when there may be memory; in another process what may have failed in passing."""
@@ -102,6 +102,11 @@ class Measured:
             return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS)
 
 
+def _tell(key: str, alone: Alone) -> None:
+    operators = " ".join(str(node.target) for node in alone.after.graph.nodes if node.op == "call_function")
+    trials.trying(operators, {f"{key} before": 0.0, f"{key} after": trials.KILLED_US})
+
+
 def key_of(alone: Alone) -> str:
     """Equal for parts on which there is the same verdict."""
     return "fusion " + " ".join(graph_signature(module.graph) for module in alone)
@@ -115,6 +120,8 @@ def known(key: str, device: torch.device, cache: CostCache) -> Verdict | None:
     before_us, after_us = cache.get(f"{key} before"), cache.get(f"{key} after")
     if before_us is None or after_us is None:
         return None
+    if after_us == trials.KILLED_US:
+        return Verdict("it ended the process that tried it, or hung there")
     if after_us == _NEVER_US:
         return Verdict("it was tried before, and does not compile or gave other results")
     return _by_times(before_us, after_us)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -73,11 +74,26 @@ def region_operator(
             return code
         with _registering:
             if name not in _operators:  # another thread may have come first
+                _definitions[name] = Definition(module, tuple(inputs), tuple(outputs))
                 _operators[name] = _register(name, code, len(inputs), outputs)
     return _operators[name]
 
 
+def definition(name: str) -> Definition:
+    """What the operator of that name was made of. Raises KeyError where there is none."""
+    return _definitions[name]
+
+
+class Definition(NamedTuple):
+    """The arguments of `region_operator`, but for the backend."""
+
+    module: fx.GraphModule
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+
+
 _operators: dict[str, torch._ops.OpOverload] = {}
+_definitions: dict[str, Definition] = {}
 _registering = Lock()
 
 

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import TypeVar
 
 import torch
 
 from kitsune.device import leave_recordings_alone, synchronize
 from kitsune.kernels import compile_client
-from kitsune.timing import CostCache, device_us
+from kitsune.timing import CostCache, device_us, trials
 
 C = TypeVar("C")
 
@@ -153,7 +152,6 @@ def choose(key: str, forms: Sequence[C], run: Callable[[C], object], device: tor
     return known  # type: ignore[return-value]
 
 
-@cache
 def _costs(device: torch.device) -> CostCache:
     return CostCache.of(device)
 
@@ -162,10 +160,11 @@ def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: t
     costs = _costs(device)
     entries = _entries(key, forms)
     new = [place for place, us in enumerate(_times_us(costs, entries)) if us is None]
-    errors = _prepare([forms[place] for place in new], run, device)
+    errors = _prepare([forms[place] for place in new], [entries[place] for place in new], run, device)
     failures = {place: error for place, error in zip(new, errors, strict=True) if error is not None}
     for place in new:
         if place not in failures:
+            _tell(entries[place])
             us = device_us(lambda form=forms[place]: run(form), device, limit_s=0.05)  # type: ignore[misc]
             costs.put(entries[place], us)
     if len(failures) < len(forms):
@@ -206,7 +205,7 @@ def _compiled(
 def _times_us(costs: CostCache, entries: Sequence[str]) -> list[float | None]:
     """What is known of forms. Nothing, where it says that none works: the kernel would not be there, so it is wrong."""
     times_us = [costs.get(entry) for entry in entries]
-    is_hopeless = all(us is not None and us >= _NEVER_US for us in times_us)
+    is_hopeless = all(us is not None and us >= _NEVER_US and us != trials.KILLED_US for us in times_us)
     return [None] * len(entries) if is_hopeless else times_us
 
 
@@ -229,10 +228,24 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _prepare(forms: Sequence[C], run: Callable[[C], object], device: torch.device) -> list[Exception | None]:
+def _tell(entry: str) -> None:
+    trials.trying(f"a form of a kernel: {entry}", {entry: trials.KILLED_US})
+
+
+def _prepare(
+    forms: Sequence[C], entries: Sequence[str], run: Callable[[C], object], device: torch.device
+) -> list[Exception | None]:
     """Compiles all forms at the same time; returns why some do not work."""
     if not forms:
         return []
+    if trials.are_one_by_one():
+        found: list[Exception | None] = []
+        with Compilers() as compilers:
+            for form, entry in zip(forms, entries, strict=True):
+                _tell(entry)
+                found += compilers.run([form], run, device)
+                synchronize(device)
+        return found
     compile_client.start()
     synchronize(device)  # the threads run on another stream than the one that makes their inputs
     with Compilers() as compilers:

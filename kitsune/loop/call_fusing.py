@@ -31,13 +31,15 @@ torch.library.impl("kitsune::after", "CompositeExplicitAutograd", _copied)
 torch.library.register_fake("kitsune::after", _copied)
 
 
-def call_fusing(program: SplitProgram, device: torch.device) -> Fusing | None:
-    """Fuses the operators of `program`, which runs on `device`; None where that cannot be.
+def call_fusing(
+    program: SplitProgram, device: torch.device, refused: Callable[[Refusal], None] = lambda _: None
+) -> Fusing | None:
+    """Fuses the operators of `program`, which runs on `device`; None where that cannot be. For `refused` see `Fusing`.
 
     Both passes are rewritten as one graph, so that what the forward pass saves suits the backward pass.
     """
     joint = _ordered(program)
-    return None if joint is None else Fusing(joint, device)
+    return None if joint is None else Fusing(joint, device, refused)
 
 
 @no_traces()

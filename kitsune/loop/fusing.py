@@ -1,102 +1,98 @@
-"""Rewrites a captured step while it trains: layouts, then templates, then regions of what they have left."""
+"""A captured step is made faster while it trains: by the worker, or in this process where there can be no worker."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import operator
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+import os
+from collections.abc import Callable, Generator
+from typing import Protocol
 
 import torch
 from torch import fx
 
 from kitsune.background import Background, is_quiet
 from kitsune.capture.retention import no_traces
+from kitsune.engine.rewriting import Course, Rewritten, Telling, rewriting
+from kitsune.engine.worker.client import Worker, worker_of
+from kitsune.engine.worker.delivery import loaded
 from kitsune.errors import Refusal
-from kitsune.fusion.ahead import Foresight, compile_ahead
-from kitsune.fusion.engine import FusionEngine
-from kitsune.fusion.judge import Judge, Measured, Verdict, known
-from kitsune.fusion.match import Alone
-from kitsune.fusion.operands import convolutions_allow_tf32
-from kitsune.fusion.templates import OF_LAYERS, OF_THE_STEP, TEMPLATES
-from kitsune.graph import dataflow
-from kitsune.passes import pipeline
-from kitsune.passes.channels_last import channels_last
-from kitsune.passes.regions import INDUCTOR, Fused, fuse_regions
-from kitsune.passes.spare_copies import spare_copies
-from kitsune.plan import Fusion
-from kitsune.timing import CostCache
+from kitsune.graph.values import mode_of
 
 _log = logging.getLogger("kitsune")
 
-_SILENT_SECONDS = 3.0
+_LEAST_PROCESSORS = 2
+"""With fewer, a second process would take its time from the training."""
 
-# For all layouts, and as long again for variants; what is not compiled then is compiled when it is tried.
-_COMPILING_SECONDS = 30.0
-
-# For each layout. Large models have more layers than are tried in that time; what is left then is tried in a process
-# to come, with the same cache.
-_SECONDS_FOR_LAYERS = 30.0
-_SECONDS_FOR_THE_STEP = 15.0
-_SECONDS_FOR_REGIONS = 15.0
-
-_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+_LEAST_BYTES = 2 * 2**30
+"""Of the device's memory that must be free for a second process: it takes half a gigabyte to begin with."""
 
 
-Rewritten = tuple[fx.GraphModule, tuple[Fusion, ...]]
-"""A graph, and what was tried to make it."""
+class _Way(Protocol):
+    """Somewhere a program is made faster."""
+
+    def may_go_on(self) -> bool:
+        """Whether `advance` would do something. It takes next to nothing to ask."""
+
+    def advance(self) -> bool:
+        """Goes on for a moment; whether it has come to an end. May raise what went wrong."""
+
+    def result(self) -> tuple[Rewritten, ...]:
+        """The outcome, once it has."""
+
+    def describe(self) -> str:
+        """What is being done."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class _UnservedError(Exception):
+    """The worker cannot take the program."""
 
 
 class Fusing:
     """Makes what computes the same as a captured step and may be faster: its operators fused, and with other layouts.
 
-    It is under way while the step goes on training: kernels are compiled in the background. What needs a quiet device
-    is done by `advance`, inside one of the user's steps; trials take most of that.
+    It is under way while the step goes on training. `advance` is to be called inside the user's steps, before anything
+    of them runs: the device is timed then, for a small share of the time.
 
     Args:
         module: the step.
         device: where it runs.
+        refused: told what was given up on the way, and why.
     """
 
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+    def __init__(
+        self, module: fx.GraphModule, device: torch.device, refused: Callable[[Refusal], None] = lambda _: None
+    ) -> None:
         self.module, self._device = module, device
-        self._telling = _Telling()
-        self._course: _Course | None = None
-        self._background: Background[bool | None] | None = None  # the latest
-        self._result: Future[tuple[Rewritten, ...]] = Future()
+        self._error: Exception | None = None
+        self._is_over = False
+        self._way: _Way = _way(module, device, refused)
 
     def may_go_on(self) -> bool:
         """Whether `advance` would do something. To be asked at each step, so that the user is told meanwhile."""
-        if is_quiet():
-            return True
-        if self._background is not None:
-            self._telling.tell_progress(self._background)
-        return False
+        return self._way.may_go_on()
 
     def advance(self) -> bool:
-        """Goes on, as far as nothing has to be compiled before. Whether there is a `result`.
+        """Goes on, as far as nothing has to be waited for. Whether there is a `result`.
 
         After an interrupt, which it passes on, it begins anew: what was compiled and timed is known.
         """
-        if self._result.done():
+        if self._is_over:
             return True
         if not self.may_go_on():
             return False
-        self._course = self._course or _rewriting(self.module, self._device, self._telling)
         try:
             with no_traces(), torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-                self._background = next(self._course)
-        except StopIteration as end:
-            self._result.set_result(end.value)
+                self._is_over = self._way.advance()
+        except _UnservedError as error:
+            _log.info("kernels are tried in this process: %s", error)
+            self._way = _Here(self.module, self._device)
         except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
-            self._result.set_exception(error.with_traceback(None))  # which would keep alive all that was allocated
-        except BaseException:
-            self._course = None
-            raise
-        return self._result.done()
+            self._error = error.with_traceback(None)  # which would keep alive all that was allocated
+            self._is_over = True
+        return self._is_over
 
     def result(self) -> tuple[Rewritten, ...]:
         """The graphs; none where there is nothing to fuse and only one layout.
@@ -104,193 +100,133 @@ class Fusing:
         Raises:
             Exception: what went wrong.
         """
-        return self._result.result(timeout=0)
+        assert self._is_over
+        if self._error is not None:
+            raise self._error
+        return self._way.result()
 
     def describe(self) -> str:
         """What is being done, as a `Status` says it."""
+        return self._way.describe()
+
+    def close(self) -> None:
+        """Ends it. Kernels that are being compiled are finished in the background, as when it is deleted."""
+        self._way.close()
+
+
+def _way(module: fx.GraphModule, device: torch.device, refused: Callable[[Refusal], None]) -> _Way:
+    refusal = refuse_worker(device)
+    if refusal is None:
+        try:
+            return _InWorker(module, worker_of(device), device, refused)
+        except (OSError, TypeError, ValueError) as error:
+            refusal = Refusal(f"the program cannot be handed over to a second process: {error}")
+    _log.info("kernels are tried in this process: %s", refusal)
+    return _Here(module, device)
+
+
+def refuse_worker(device: torch.device) -> Refusal | None:
+    """None if programs on `device` may be made faster by a second process."""
+    if device.type != "cuda":
+        return Refusal(f"a second process tries kernels on CUDA devices, not on {device.type}")
+    if (os.cpu_count() or 1) < _LEAST_PROCESSORS:
+        return Refusal("there is one processor")
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if free_bytes < _LEAST_BYTES:
+        return Refusal(f"{free_bytes / 2**30:.1f} GiB of the device's memory are free")
+    return None
+
+
+class _Here:
+    """In this process: kernels are compiled in the background, and the step waits while they are timed."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._telling = Telling()
+        self._course: Course | None = None
+        self._background: Background[bool | None] | None = None  # the latest
+        self._found: tuple[Rewritten, ...] = ()
+
+    def may_go_on(self) -> bool:
+        if is_quiet():
+            return True
+        if self._background is not None:
+            self._telling.tell_progress(self._background)
+        return False
+
+    def advance(self) -> bool:
+        self._course = self._course or rewriting(self._module, self._device, self._telling)
+        try:
+            self._background = next(self._course)
+        except StopIteration as end:
+            self._found = end.value
+            return True
+        except Exception:
+            raise
+        except BaseException:
+            self._course = None
+            raise
+        return False
+
+    def result(self) -> tuple[Rewritten, ...]:
+        return self._found
+
+    def describe(self) -> str:
         if self._background is None:
             return "operators of the captured step are about to be fused"
         compiled = f"{self._background.num_done} of {self._background.num_jobs} parts"
         return f"kernels of fused operators are being compiled ({compiled}); steps are replayed as captured meanwhile"
 
     def close(self) -> None:
-        """Ends it. Kernels that are being compiled are finished in the background, as when it is deleted."""
         if self._course is not None:
             self._course.close()
 
 
-_Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
-"""Yields what is done in the background; to be resumed when that is over."""
+class _InWorker:
+    """By the worker. What it has found is loaded piece by piece: generated code takes a while to load."""
 
+    def __init__(
+        self, module: fx.GraphModule, worker: Worker, device: torch.device, refused: Callable[[Refusal], None]
+    ) -> None:
+        self._worker, self._device, self._refused = worker, device, refused
+        self._mode = mode_of(module.graph)
+        self._ticket = worker.hand_over(module)
+        self._loading: Generator[None, None, tuple[Rewritten, ...]] | None = None
+        self._found: tuple[Rewritten, ...] = ()
 
-def _rewriting(module: fx.GraphModule, device: torch.device, telling: _Telling) -> _Course:
-    layouts, cache = _layouts(module), CostCache.of(device)
-    guesses = [_guessed(layout.module, device, cache) for layout in layouts]
-    parts = {key: part for guess in guesses for key, part in guess.parts.items()}
-    yield from compile_ahead(list(parts.values()), device, limit_s=_COMPILING_SECONDS)
-    found = _fused(layouts, guesses, device, cache, telling)
-    return tuple(one for one in found if any(fusion.refusal is None for fusion in one[1]))
+    def may_go_on(self) -> bool:
+        return self._ticket.is_over or self._worker.may_look()
 
+    def advance(self) -> bool:
+        if not self._ticket.is_over:
+            self._worker.look()
+            while self._ticket.refusals:
+                self._refused(self._ticket.refusals.pop(0))
+            return False
+        if self._ticket.failure is not None:
+            raise (RuntimeError if self._ticket.ends else _UnservedError)(self._ticket.failure)
+        self._loading = self._loading or loaded(self._ticket.programs or (), self._mode)
+        try:
+            next(self._loading)
+        except StopIteration as end:
+            self._found = end.value
+            return True
+        except Exception:
+            raise
+        except BaseException:
+            self._loading = None
+            raise
+        return False
 
-def _layouts(module: fx.GraphModule) -> list[_Layout]:
-    cleared = pipeline.run(module, pipeline.CLEARING)
-    other = cleared if _rounds_by_layout(cleared) else channels_last(cleared)
-    layouts = [_Layout(cleared, ())]
-    if other is not cleared:
-        convolutions = [node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS]
-        layouts.append(_Layout(other, _of_layout("channels last", convolutions)))
-    spared = spare_copies(cleared)
-    if spared is not cleared:
-        layouts.append(_Layout(spared, _of_layout("spared copies", sorted(_copies(cleared) - _copies(spared)))))
-    return layouts
+    def result(self) -> tuple[Rewritten, ...]:
+        return self._found
 
+    def describe(self) -> str:
+        num_done, num_parts = self._ticket.progress
+        compiled = f" ({num_done} of {num_parts} parts are compiled)" if num_parts else ""
+        return (
+            f"faster forms of the captured step are tried in a second process{compiled}; steps are replayed meanwhile"
+        )
 
-class _Layout(NamedTuple):
-    """A cleared graph in one of the layouts, and what was done for it."""
-
-    module: fx.GraphModule
-    done: tuple[Fusion, ...]
-
-
-def _of_layout(name: str, operators: Sequence[str]) -> tuple[Fusion, ...]:
-    """What was done to these operators; it is measured with the whole step."""
-    return (Fusion(name, tuple(operators), None, None, None),)
-
-
-def _copies(module: fx.GraphModule) -> set[str]:
-    return {node.name for node in module.graph.nodes if node.target is torch.ops.aten.clone.default}
-
-
-def _rounds_by_layout(module: fx.GraphModule) -> bool:
-    """Whether cuDNN may round operands of convolutions to TF32: it does in one layout and not in another."""
-    convolutions = [node for node in module.graph.nodes if node.target in _CONVOLUTIONS]
-    return convolutions_allow_tf32() and any(node.args[0].meta["val"].dtype == torch.float32 for node in convolutions)
-
-
-def _fused(
-    layouts: Sequence[_Layout], guesses: Sequence[_Guess], device: torch.device, cache: CostCache, telling: _Telling
-) -> list[Rewritten]:
-    """With operators fused where that is measured to be faster."""
-    found: list[Rewritten] = []
-    try:
-        for layout, guess in zip(layouts, guesses, strict=True):
-            tried = guess.fused
-            if tried is None:
-                layers = telling.judge(Measured(device, cache, limit_s=_SECONDS_FOR_LAYERS))
-                module, of_layers = FusionEngine(OF_LAYERS, layers).fuse(layout.module)
-                step = telling.judge(Measured(device, cache, limit_s=_SECONDS_FOR_THE_STEP))
-                module, of_step = FusionEngine(OF_THE_STEP, step).fuse(module)
-                tried = module, (*of_layers, *of_step)
-            regions = Measured(device, cache, limit_s=_SECONDS_FOR_REGIONS)
-            result, fusions = _with_regions(tried, telling.judge(regions), regions.is_late)
-            found.append((result, (*layout.done, *fusions)))
-    finally:  # an interrupt, perhaps: what is known by now need not be found out again
-        note = cache.save()
-        if note is not None:
-            _log.info(note)
-    return found
-
-
-class _Guess(NamedTuple):
-    """What fusing a graph will probably meet.
-
-    Attributes:
-        parts: will be tried or used.
-        fused: the outcome, where it is certain.
-    """
-
-    parts: Mapping[str, Alone]
-    fused: Rewritten | None
-
-
-def _guessed(module: fx.GraphModule, device: torch.device, cache: CostCache) -> _Guess:
-    foresight = Foresight(lambda key: known(key, device, cache))
-    fused = FusionEngine(TEMPLATES, foresight).fuse(module)
-    return _Guess(foresight.parts, fused if foresight.is_certain else None)
-
-
-def _with_regions(fused: Rewritten, judge: Judge, is_late: Callable[[], bool]) -> Rewritten:
-    module, fusions = fused
-    judged = _JudgedRegions(judge)
-
-    def refuse(device: torch.device) -> Refusal | None:
-        return Refusal("there was no time left to try it") if is_late() else INDUCTOR.refuse(device)
-
-    regions = fuse_regions(module, dataclasses.replace(INDUCTOR, refuse=refuse), judged)
-    return pipeline.run(regions.module, pipeline.FINISHING), (*fusions, *judged.fusions(regions))
-
-
-class _Telling:
-    """Tells the user what goes on, and why a step takes so long."""
-
-    def __init__(self) -> None:
-        self._begun = self._latest = time.monotonic()
-        self._has_told = False
-        self._count = 0
-
-    def tell(self) -> None:
-        """To be called now and then."""
-        if not self._has_told and time.monotonic() - self._begun > _SILENT_SECONDS:
-            self._has_told = True
-            _log.warning(
-                "operators of the training step are being fused: that takes up to three minutes, once; "
-                "the training goes on while kernels are compiled, and waits while operators are timed"
-            )
-
-    def tell_progress(self, background: Background[bool | None]) -> None:
-        """To be called now and then while kernels are compiled."""
-        self.tell()
-        if time.monotonic() - self._latest > _SILENT_SECONDS:
-            self._latest = time.monotonic()
-            _log.info("fusion: kernels of %d of %d parts are compiled", background.num_done, background.num_jobs)
-
-    def judge(self, judge: Judge) -> Judge:
-        """The same, but that it tells."""
-
-        def judged(alone: Alone) -> Verdict:
-            self._count += 1
-            _log.info("fusion, part %d: %s", self._count, " ".join(str(node) for node in alone.after.graph.nodes))
-            self.tell()
-            return judge(alone)
-
-        return judged
-
-
-class _JudgedRegions:
-    """Compares regions' operators with the graphs that they compute, and remembers the outcome."""
-
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-        self._verdicts: dict[str, Verdict] = {}
-
-    def __call__(self, module: fx.GraphModule, target: torch._ops.OpOverload) -> Refusal | None:
-        verdict = self._verdicts[str(target)] = self._judge(_compared(module, target))
-        return None if verdict.refusal is None else Refusal(verdict.refusal)
-
-    def fusions(self, regions: Fused) -> tuple[Fusion, ...]:
-        used = [
-            Fusion(
-                "region", one.nodes, self._verdicts[one.operator].before_us, self._verdicts[one.operator].after_us, None
-            )
-            for one in regions.regions
-        ]
-        left = [Fusion("region", one.nodes, None, None, str(one.refusal)) for one in regions.refused]
-        return (*used, *left)
-
-
-def _compared(module: fx.GraphModule, target: torch._ops.OpOverload) -> Alone:
-    """A region's graph and a call of its operator, with the same inputs and results."""
-    inputs = dataflow.placeholders(module.graph)
-    after, given = fx.Graph(), fx.Graph()
-    taken = [_copy_of(node, after) for node in inputs]
-    call = after.call_function(target, tuple(taken))
-    count = len(target._schema.returns)
-    after.output([call] if count == 1 else [after.call_function(operator.getitem, (call, n)) for n in range(count)])
-    given.output([_copy_of(node, given) for node in inputs])
-    return Alone(module, fx.GraphModule({}, after), fx.GraphModule({}, given))
-
-
-def _copy_of(node: fx.Node, graph: fx.Graph) -> fx.Node:
-    copy = graph.placeholder(node.name)
-    copy.meta["val"] = node.meta["val"]
-    return copy
+    def close(self) -> None:
+        self._worker.cancel(self._ticket)

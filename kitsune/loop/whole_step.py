@@ -474,7 +474,7 @@ class WholeStep(GuardedStep):
         program = self._program
         assert program is not None
         if self._fusing is None and self._fuses():
-            self._fusing = Fusing(program.module, inputs[0].device)
+            self._fusing = Fusing(program.module, inputs[0].device, self._log.do_without)
         if not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
             return
         try:

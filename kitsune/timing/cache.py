@@ -22,6 +22,9 @@ _MOST_US = 1e12  # beyond all that anybody waits for
 _LOCK_SECONDS = 2.0
 _LEFTOVER_SECONDS = 3600.0  # what a killed process has left
 
+_shared: dict[tuple[str, str], CostCache] = {}
+"""By directory and identity."""
+
 
 class CostCache:
     """Microseconds by signature, kept in one JSON file for each `identity`.
@@ -44,18 +47,36 @@ class CostCache:
         self.path = None if directory is None else directory / f"costs-{name}.json"
         self._guard = threading.Lock()
         self._new: dict[str, float] = {}
+        self._written = self._time_of_file()
         self._known = self._read()
 
     @classmethod
     def of(cls, device: torch.device) -> CostCache:
-        """The cache of the user for `device`."""
-        return cls(cache_dir(), identity(device))
+        """The cache of the user for `device`: one for all of this process, with what others have kept by now."""
+        facts = identity(device)
+        key = str(cache_dir()), json.dumps(facts, sort_keys=True)
+        if key not in _shared:
+            _shared[key] = cls(cache_dir(), facts)
+        else:
+            _shared[key]._look_again()
+        return _shared[key]
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is known."""
         with self._guard:
             return not self._known
+
+    def entries(self) -> dict[str, float]:
+        """All that is known."""
+        with self._guard:
+            return dict(self._known)
+
+    def adopt(self, costs: Mapping[str, float]) -> None:
+        """Takes what another process has measured, and keeps it."""
+        for key, us in costs.items():
+            if self.get(key) != us:
+                self.put(key, us)
 
     def get(self, key: str) -> float | None:
         with self._guard:
@@ -79,6 +100,20 @@ class CostCache:
             except OSError as error:
                 return f"measured costs were not kept in {self.path}: {error}"
             self._new.clear()
+            return None
+
+    def _look_again(self) -> None:
+        """Reads the file once more if it was written since."""
+        with self._guard:
+            written = self._time_of_file()
+            if written != self._written:
+                self._written = written
+                self._known = {**self._read(), **self._new}
+
+    def _time_of_file(self) -> int | None:
+        try:
+            return None if self.path is None else self.path.stat().st_mtime_ns
+        except OSError:
             return None
 
     def _save(self, directory: CacheDirectory, name: str) -> None:

@@ -14,6 +14,7 @@ from kitsune.background import wait_until_quiet
 from kitsune.collection import no_garbage_collection
 from kitsune.device import synchronize
 from kitsune.timing.busy import keep_busy
+from kitsune.timing.turns import turn
 
 _BLOCK_US = 400.0  # CUDA events are 0.5 to 1 us wide and a replay starts in about 5 us: 1% of a block
 _MOST_CALLS = 32  # enqueuing them takes the host much longer than a short kernel takes the device
@@ -45,6 +46,11 @@ def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float
         limit_s: no further block is begun after this many seconds. One is always timed.
     """
     wait_until_quiet()
+    with turn():
+        return _device_us(run, device, limit_s)
+
+
+def _device_us(run: Callable[[], object], device: torch.device, limit_s: float) -> float:
     deadline = time.perf_counter() + limit_s
     block = _CudaBlocks(run, device) if device.type == "cuda" else functools.partial(_cpu_block, run)
     run()  # loads kernels, chooses algorithms, fills caches
@@ -67,7 +73,7 @@ def replayed_us(run: Callable[[], object], device: torch.device) -> float:
     """
     wait_until_quiet()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+    with turn(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         synchronize(device)
         run()
         synchronize(device)

@@ -16,8 +16,9 @@ from kitsune import fallback
 from kitsune.background import Background, wait_until_quiet
 from kitsune.budget import CaptureBudget
 from kitsune.capture import global_hooks
+from kitsune.engine import rewriting
 from kitsune.fallback import Chooser
-from kitsune.loop import contest, fusing
+from kitsune.loop import contest
 from kitsune.loop.whole_step import WholeStep
 from tests.kitsune import plans, static_memory
 from tests.kitsune.clock import Clock
@@ -93,7 +94,7 @@ def _nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _compilers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the step that asks for kernels, so that tests know in which step what is fused."""
-    monkeypatch.setattr(fusing, "compile_ahead", plans.compile_at_once)
+    monkeypatch.setattr(rewriting, "compile_ahead", plans.compile_at_once)
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def compiling(_compilers_are_waited_for: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiling]:
     """Compilers that end when the test lets them: three parts, then two."""
     compiling = Compiling(3, 2)
-    monkeypatch.setattr(fusing, "compile_ahead", compiling)
+    monkeypatch.setattr(rewriting, "compile_ahead", compiling)
     yield compiling
     for place in range(2):
         compiling.finish(place)

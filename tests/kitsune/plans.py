@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from kitsune.background import Background, wait_until_quiet
+from kitsune.engine import rewriting
 from kitsune.fusion import judge
 from kitsune.fusion.ahead import compile_ahead
 from kitsune.fusion.match import Alone
 from kitsune.kernels import tuning
-from kitsune.loop import contest, fusing, planning, whole_step
+from kitsune.loop import contest, planning, whole_step
 from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 
@@ -58,7 +59,7 @@ def fuse_all_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets replacements be used whatever their times, in channels_last where that is tried. Kernels keep one form."""
     result = Fusing.result
     monkeypatch.setattr(Fusing, "result", lambda under_way: result(under_way)[-1:])
-    monkeypatch.setattr(fusing, "compile_ahead", lambda *_, **__: ())
+    monkeypatch.setattr(rewriting, "compile_ahead", lambda *_, **__: ())
     monkeypatch.setattr(judge, "device_us", lambda *_, **__: 1.0)
     monkeypatch.setattr(judge, "_CLEARLY_FASTER", 1.0)
     monkeypatch.setattr(judge.Measured, "is_late", lambda _: False)

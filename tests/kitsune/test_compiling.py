@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from kitsune.background import is_quiet, wait_until_quiet
-from kitsune.loop import contest, fusing, planning
+from kitsune.engine import rewriting
+from kitsune.loop import contest, planning
 from tests.kitsune.compiling import Compiling
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.test_fusion import Judge, always
@@ -29,8 +30,8 @@ def fuse_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
     for module in ("whole_step", "step_loop", "split_step", "drop_in"):
         monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):

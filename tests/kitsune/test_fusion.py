@@ -14,10 +14,11 @@ from torch.nn import functional
 
 import kitsune
 import models
+from kitsune.engine import rewriting
 from kitsune.errors import Refusal
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
-from kitsune.loop import contest, fusing, planning
+from kitsune.loop import contest, planning
 from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always, never
@@ -50,8 +51,8 @@ def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")  # it is the default
     monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -117,7 +118,7 @@ def test_compilers_are_made_ready_where_they_will_be_needed(
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(never))
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(never))
     training = train(rtol=0, atol=0, replays=STEPS - 5)
     (schedule,) = training.status().schedules
     assert not schedule.fused
@@ -165,7 +166,7 @@ def test_whole_models_train_as_they_do_eagerly(
 def test_the_user_is_told_once_what_takes_so_long(
     patience: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fusing, "_SILENT_SECONDS", patience)
+    monkeypatch.setattr(rewriting, "_SILENT_SECONDS", patience)
     with caplog.at_level("INFO", "kitsune"):
         train(replays=STEPS - EAGER)
     warnings = [record for record in caplog.records if "being fused" in record.getMessage()]
@@ -242,7 +243,7 @@ def test_whatever_a_compiler_raises_the_step_goes_on(monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise CompilationError("no such instruction")
 
-    monkeypatch.setattr(fusing, "compile_ahead", fail)
+    monkeypatch.setattr(rewriting, "compile_ahead", fail)
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
     assert any("fusing failed (CompilationError: no such instruction)" in refusal for refusal in status.refusals)
 
@@ -252,7 +253,7 @@ def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("too little memory")
 
-    monkeypatch.setattr(fusing, "compile_ahead", fail)
+    monkeypatch.setattr(rewriting, "compile_ahead", fail)
     module, (x, y) = Net(), batch(0)[0]
     inputs = traced_step(module, functional.cross_entropy, x, y)
     refusals: list[Refusal] = []
@@ -267,7 +268,7 @@ def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_a_fused_step_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fused_wrongly(under_way: Fusing) -> tuple[fusing.Rewritten, ...]:
+    def fused_wrongly(under_way: Fusing) -> tuple[rewriting.Rewritten, ...]:
         ((graph, fusions),) = result(under_way)
         wrong = copy.deepcopy(graph)
         node = next(node for node in wrong.graph.nodes if node.target == torch.ops.aten.addmm.default)

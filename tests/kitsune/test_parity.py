@@ -16,7 +16,8 @@ from torch import Tensor
 
 import kitsune
 import models
-from kitsune.loop import fusing, planning
+from kitsune.engine import rewriting
+from kitsune.loop import planning
 from kitsune.plan import Plan
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.plans import fuse_all_that_agrees, let_win
@@ -286,8 +287,10 @@ def the_form_wins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         for module in ("whole_step", "step_loop"):
             for refuse in ("refuse_streams", "refuse_fusion"):
                 monkeypatch.setattr(f"kitsune.loop.{module}.{refuse}", lambda device: None)
-        monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-        monkeypatch.setattr(fusing, "channels_last", lambda module: module)  # operators of the CPU lose precision by it
+        monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
+        monkeypatch.setattr(
+            rewriting, "channels_last", lambda module: module
+        )  # operators of the CPU lose precision by it
 
 
 @pytest.mark.support("Precision", "errors against float64 at most twice those of plain PyTorch", "replayed")

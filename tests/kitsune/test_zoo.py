@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import kitsune
 from kitsune.background import wait_until_quiet
-from kitsune.loop import contest, fusing
+from kitsune.engine import rewriting
+from kitsune.loop import contest
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.test_fusion import Judge, always
 from tests.kitsune.zoo import ZOO
@@ -150,9 +151,9 @@ def test_fused_it_trains_as_without_kitsune(name: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     for module in ("whole_step", "step_loop"):
         monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-    monkeypatch.setattr(fusing, "channels_last", lambda module: module)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "channels_last", lambda module: module)
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: len(contest._makers) - 1)
     for constant, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, constant, value)

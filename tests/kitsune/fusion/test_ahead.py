@@ -208,9 +208,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[floa
     monkeypatch.setattr(tuning, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(CostCache, "of", classmethod(lambda cls, _: cls(tmp_path, {"device": "of the test"})))
-    tuning._costs.cache_clear()
-    yield said
-    tuning._costs.cache_clear()
+    return said
 
 
 def test_without_variants_nothing_is_timed(timed: list[float]) -> None:

@@ -51,7 +51,6 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
     def make(times: Times) -> Device:
         """A process of its own, as far as choices are remembered."""
         device = Device(times)
-        tuning._costs.cache_clear()
         tuning._chosen.clear()
         monkeypatch.setattr(tuning, "device_us", device.device_us)
         monkeypatch.setattr(tuning, "synchronize", lambda device: None)
@@ -60,7 +59,6 @@ def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
 
     monkeypatch.setattr(CostCache, "of", classmethod(lambda cls, _device: cls(tmp_path, HERE)))
     yield make
-    tuning._costs.cache_clear()
     tuning._chosen.clear()
 
 
@@ -335,7 +333,6 @@ def test_whatever_a_file_says_a_form_that_works_is_chosen(
     cache.save()
     with pytest.MonkeyPatch.context() as patch:
         gpu = Device(dict.fromkeys(forms, 2.0))
-        tuning._costs.cache_clear()
         tuning._chosen.clear()
         patch.setattr(tuning, "device_us", gpu.device_us)
         patch.setattr(tuning, "synchronize", lambda device: None)
@@ -345,5 +342,4 @@ def test_whatever_a_file_says_a_form_that_works_is_chosen(
         with Compilers() as compilers, compilers.ahead():
             assert choose("mm", forms, gpu.run, CUDA) in forms
         assert choose("mm", forms, gpu.run, CUDA) in forms
-    tuning._costs.cache_clear()
     tuning._chosen.clear()

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 from kitsune.background import Background, is_quiet, wait_until_quiet
+from kitsune.engine import rewriting
+from kitsune.engine.rewriting import Rewritten
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
-from kitsune.loop import fusing
-from kitsune.loop.fusing import Fusing, Rewritten
+from kitsune.loop.fusing import Fusing
 from tests.kitsune.compiling import Compiling
 from tests.kitsune.fusion.running import never
 from tests.kitsune.passes.running import OPERATORS
@@ -48,16 +49,16 @@ def test_channels_last_is_tried_where_it_changes_no_precision(
     name: str, half: bool, allow_tf32: bool, tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
     found = rewritten(step(name, half=half).module, torch.device("cpu"))
     used = [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None]
     assert used == ["channels last"] * tried
 
 
 def test_a_graph_with_fewer_copies_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
     module = attention_step(half=True).module
     ((found, fusions),) = rewritten(module, torch.device("cpu"))
     (spared,) = (fusion for fusion in fusions if fusion.refusal is None)
@@ -78,8 +79,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Alone]:
         return compile_at_once(parts, device, limit_s=limit_s)
 
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
-    monkeypatch.setattr(fusing, "compile_ahead", record)
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "compile_ahead", record)
     return some
 
 
@@ -91,7 +92,7 @@ def test_all_layouts_are_prepared_before_one_is_tried(prepared: list[Alone], mon
             counts.add(len(prepared))
             return super().__call__(alone)
 
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Watching())
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Watching())
     rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert counts == {len(prepared)} != {0}
 
@@ -99,10 +100,10 @@ def test_all_layouts_are_prepared_before_one_is_tried(prepared: list[Alone], mon
 def test_what_is_known_is_neither_prepared_nor_tried_where_it_is_refused(
     prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusing, "known", lambda *_: Verdict("it is not faster", 1.0, 2.0))
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(rewriting, "known", lambda *_: Verdict("it is not faster", 1.0, 2.0))
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Never())
     monkeypatch.setattr(Never, "__call__", lambda *_: pytest.fail("tried"))
-    monkeypatch.setattr(fusing, "_with_regions", lambda fused, *_: fused)
+    monkeypatch.setattr(rewriting, "_with_regions", lambda fused, *_: fused)
     found = rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert [fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None] == [
         "channels last"
@@ -113,8 +114,8 @@ def test_what_is_known_is_neither_prepared_nor_tried_where_it_is_refused(
 def test_what_is_known_to_be_used_is_prepared_and_not_tried(
     prepared: list[Alone], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusing, "known", lambda *_: Verdict(None, 2.0, 1.0))
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(rewriting, "known", lambda *_: Verdict(None, 2.0, 1.0))
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Never())
     found = rewritten(step("lenet", half=True).module, torch.device("cpu"))
     assert prepared
     used = {fusion.template for _, fusions in found for fusion in fusions if fusion.refusal is None}
@@ -136,10 +137,10 @@ def test_layers_leave_time_for_what_is_about_the_whole_step(
             return Verdict("there was no time left to try it") if self.is_late() else Verdict(None, 2.0, 1.0)
 
         def is_late(self) -> bool:
-            return self._limit_s != fusing._SECONDS_FOR_THE_STEP
+            return self._limit_s != rewriting._SECONDS_FOR_THE_STEP
 
-    monkeypatch.setattr(fusing, "_SECONDS_FOR_THE_STEP", 17.0)
-    monkeypatch.setattr(fusing, "Measured", Late)
+    monkeypatch.setattr(rewriting, "_SECONDS_FOR_THE_STEP", 17.0)
+    monkeypatch.setattr(rewriting, "Measured", Late)
     ((_, fusions), *_) = rewritten(step("lenet", half=True).module, torch.device("cpu"))
     used = {fusion.template for fusion in fusions if fusion.refusal is None}
     late = {fusion.template for fusion in fusions if "no time left" in (fusion.refusal or "")}
@@ -149,8 +150,8 @@ def test_layers_leave_time_for_what_is_about_the_whole_step(
 
 @pytest.fixture
 def _nothing_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Never())
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Never())
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
 
 
 @pytest.mark.usefixtures("_nothing_is_faster")
@@ -206,7 +207,7 @@ def test_what_goes_wrong_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(fusing, "compile_ahead", fail)
+    monkeypatch.setattr(rewriting, "compile_ahead", fail)
     under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
     assert under_way.advance()
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -264,7 +265,7 @@ def test_others_are_waited_for(compiling: Compiling) -> None:
 def test_it_tells_the_user_while_it_compiles(
     compiling: Compiling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fusing, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(rewriting, "_SILENT_SECONDS", 0.0)
     under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
     with caplog.at_level(logging.INFO, "kitsune"):
         assert not under_way.advance()

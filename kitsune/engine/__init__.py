@@ -1,0 +1,1 @@
+"""What runs captured programs, and makes them faster while they run."""

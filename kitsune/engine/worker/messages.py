@@ -1,0 +1,134 @@
+"""What the training process and the worker tell each other; each a tuple that `pickle` carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from kitsune.plan import Fusion
+
+
+class Job(NamedTuple):
+    """To the worker: a captured program to make faster.
+
+    Attributes:
+        number: tells it from others.
+        program: see `kitsune.graph.serialize`.
+        device: where it runs.
+        uuid: of that device, which may have another number in another process.
+        switches: torch's, on which kernels depend; see `switches`.
+        inductor: the options of Inductor that are not at their defaults.
+        is_careful: whether nothing is tried while something else is, since the worker has ended in the midst of it.
+    """
+
+    number: int
+    program: bytes
+    device: torch.device
+    uuid: str
+    switches: Mapping[str, Any]
+    inductor: Mapping[str, Any]
+    is_careful: bool
+
+
+class Go(NamedTuple):
+    """To the worker: it has the device to itself until it says `Done`."""
+
+
+class Cancel(NamedTuple):
+    """To the worker: nobody waits for the job with that number any more."""
+
+    number: int
+
+
+class Ready(NamedTuple):
+    """From the worker: it has imported what it needs, and has the device."""
+
+
+class Turn(NamedTuple):
+    """From the worker: it asks for the device, to time something."""
+
+
+class Done(NamedTuple):
+    """From the worker: it has timed what it asked for."""
+
+
+class Trying(NamedTuple):
+    """From the worker: it begins to compile or to run something that was never seen to work here.
+
+    If the process ends, or says nothing more, that is to blame.
+
+    Attributes:
+        what: as the user is told.
+        costs: to be kept of it then, so that nobody tries it again.
+        seconds: after which it is taken to hang.
+    """
+
+    what: str
+    costs: Mapping[str, float]
+    seconds: float
+
+
+class Progress(NamedTuple):
+    """From the worker: so many parts of the job are compiled."""
+
+    num_done: int
+    num_parts: int
+
+
+class Told(NamedTuple):
+    """From the worker: a record of the logger `kitsune`."""
+
+    level: int
+    text: str
+
+
+class Region(NamedTuple):
+    """A generated operator of a program.
+
+    Attributes:
+        name: of the operator.
+        module: the graph that it computes, see `kitsune.graph.serialize`.
+        inputs, outputs: the tensors that it takes and returns, likewise.
+    """
+
+    name: str
+    module: bytes
+    inputs: bytes
+    outputs: bytes
+
+
+class Faster(NamedTuple):
+    """A program that computes the same, and may be faster.
+
+    Attributes:
+        program: see `kitsune.graph.serialize`.
+        regions: the generated operators in it.
+        fusions: what was tried to make it.
+    """
+
+    program: bytes
+    regions: tuple[Region, ...]
+    fusions: tuple[Fusion, ...]
+
+
+class Result(NamedTuple):
+    """From the worker: the job's outcome.
+
+    Attributes:
+        number: the job's.
+        programs: those that may be faster.
+        costs: what was measured meanwhile, in microseconds by signature.
+    """
+
+    number: int
+    programs: tuple[Faster, ...]
+    costs: Mapping[str, float]
+
+
+class Failed(NamedTuple):
+    """From the worker: the job has none, for that reason."""
+
+    number: int
+    reason: str

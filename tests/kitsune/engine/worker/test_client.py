@@ -1,0 +1,131 @@
+"""The training goes on whatever becomes of the process that tries kernels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kitsune.capture.trace import trace
+from kitsune.engine.worker import client
+from kitsune.engine.worker.client import Slices, Ticket, Worker
+from kitsune.engine.worker.delivery import loaded
+from kitsune.graph.values import mode_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Worker]]:
+    """Makes workers that keep what they find in a folder of the test, and ends them."""
+    monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(client, "_START_SECONDS", 300.0)
+    made: list[Worker] = []
+
+    def make(*modules: str) -> Worker:
+        made.append(Worker(CPU, modules))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def wait_for(worker: Worker, ticket: Ticket, seconds: float = 240.0) -> int:
+    """Looks as a loop does, between its steps; returns how many steps those were."""
+    deadline, steps = time.monotonic() + seconds, 0
+    while not ticket.is_over:
+        assert time.monotonic() < deadline, ticket
+        time.sleep(0.001)
+        steps += 1
+        if worker.may_look():
+            worker.look()
+    return steps
+
+
+def program(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.relu() * 2, x.tanh() * 3, x.sigmoid() * 4, x.exp() * 5]
+
+
+def test_what_faults_hangs_or_gives_other_numbers_is_refused_by_name_and_the_rest_is_used(
+    make: Callable[..., Worker],
+) -> None:
+    module = trace(program, [torch.randn(64, 64)])
+    worker = make("tests.kitsune.engine.worker.plant")
+    ticket = worker.hand_over(module)
+    steps = wait_for(worker, ticket)
+    assert steps > 1000, "the training waited"
+    assert ticket.failure is None
+    assert [str(one) for one in ticket.refusals] == [
+        "it ended the process that tried it: planted.fault.default",
+        "it did not come to an end: planted.hang.default",
+    ]
+    assert ticket.programs is not None
+    fusions = {fusion.template: fusion.refusal for one in ticket.programs for fusion in one.fusions}
+    assert fusions["planted fault"] == fusions["planted hang"] == "it ended the process that tried it, or hung there"
+    assert fusions["planted other"] == "its results differ from those of what it would replace"
+    again = worker.hand_over(module)
+    wait_for(worker, again)
+    assert again.ends == 0
+    assert again.refusals == []
+
+
+def test_a_program_is_made_faster_beside_the_training(make: Callable[..., Worker]) -> None:
+    """What comes back computes the same, with generated operators that are loaded here."""
+    inputs = [torch.randn(512, 512), torch.randn(512)]
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [((x * y).sin() + y).exp().sum(0), x.t() @ x]
+
+    module = trace(function, inputs)
+    worker = make()
+    ticket = worker.hand_over(module)
+    wait_for(worker, ticket)
+    assert ticket.failure is None
+    loading = loaded(ticket.programs or (), mode_of(module.graph))
+    while True:
+        try:
+            next(loading)
+        except StopIteration as end:
+            found = end.value
+            break
+    ((faster, fusions),) = found
+    assert [fusion.template for fusion in fusions if fusion.refusal is None] == ["region"]
+    for one, other in zip(module(*inputs), faster(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_turns_take_a_tenth_of_any_second() -> None:
+    slices, now, spent = Slices(), 0.0, list[tuple[float, float]]()
+    while now < 5.0:
+        if slices.may_begin(now):
+            now += 0.03
+            slices.note(now, 0.03)
+            spent.append((now, 0.03))
+        now += 0.001
+    for begin in range(400):
+        within = sum(seconds for end, seconds in spent if begin / 100 <= end < begin / 100 + 1.0)
+        assert within <= 0.1 + 1e-9
+    assert sum(seconds for _, seconds in spent) > 0.4
+
+
+def test_of_a_worker_that_cannot_begin_the_reason_is_told(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make("there.is.no.such.module")
+    ticket = worker.hand_over(trace(program, [torch.randn(4)]))
+    wait_for(worker, ticket)
+    assert ticket.programs is None
+    assert ticket.failure is not None
+    assert ticket.ends == 1
+
+
+def test_who_does_not_wait_any_more_keeps_nobody_else_waiting(make: Callable[..., Worker]) -> None:
+    worker, module = make("tests.kitsune.engine.worker.plant"), trace(lambda x: [x.exp()], [torch.randn(64)])
+    first, second = worker.hand_over(module), worker.hand_over(module)
+    worker.cancel(first)
+    wait_for(worker, second)
+    assert second.failure is None
