@@ -22,9 +22,12 @@ from kitsune.fusion.operands import convolutions_allow_tf32
 from kitsune.fusion.templates import OF_LAYERS, OF_THE_STEP, TEMPLATES
 from kitsune.graph import dataflow
 from kitsune.graph.signature import graph_signature
+from kitsune.kernels.inductor import PROGRAMS
 from kitsune.kernels.regions import Code
 from kitsune.passes import pipeline
 from kitsune.passes.channels_last import channels_last
+from kitsune.passes.compose_updates import compose_updates
+from kitsune.passes.programs import called, program_operator
 from kitsune.passes.regions import INDUCTOR, Fused, fuse_regions
 from kitsune.passes.spare_copies import spare_copies
 from kitsune.plan import Fusion
@@ -52,6 +55,26 @@ Rewritten = tuple[fx.GraphModule, tuple[Fusion, ...]]
 
 Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
 """Yields what is done in the background; to be resumed when that is over."""
+
+
+GENERATED = "generated program"
+"""The name of the fusion of all operators."""
+
+
+def generated(module: fx.GraphModule, cache: CostCache) -> Rewritten:
+    """`module`, a captured step, as one operator, for all of which Inductor generates code, updates included.
+
+    Raises:
+        Exception: Inductor does not compile it, or ended a process that tried that.
+    """
+    cleared = pipeline.run(module, (*pipeline.CLEARING, ("compose updates", compose_updates)))
+    entry = f"program {graph_signature(cleared.graph)}"
+    if cache.get(entry) == trials.KILLED_US:
+        raise RuntimeError("it ended the process that compiled it, or hung there")
+    trials.trying("generated code for the whole program", {entry: trials.KILLED_US})
+    operators = tuple(node.name for node in module.graph.nodes if node.op == "call_function")
+    made = called(cleared, program_operator(cleared, PROGRAMS))
+    return made, (Fusion(GENERATED, operators, None, None, None),)
 
 
 def rewriting(module: fx.GraphModule, device: torch.device, telling: Telling) -> Course:

@@ -97,7 +97,7 @@ def packed(module: fx.GraphModule) -> bytes:
         value = pytree.tree_map(storages.value, node.meta.get("val"))
         kept = {name: node.meta[name] for name in _KEPT if isinstance(node.meta.get(name), str)}
         nodes.append(_Listed(node.op, node.name, _named(node.target), args, kwargs, value, kept))
-    return _dumped(_Packed(nodes, storages.listed, attributes))
+    return dumped(_Packed(nodes, storages.listed, attributes))
 
 
 def unpacked(content: bytes, mode: FakeTensorMode | None = None) -> fx.GraphModule:
@@ -216,7 +216,8 @@ def _loaded(content: bytes, device: torch.device) -> torch.Tensor:
     return loaded.to(device)
 
 
-def _dumped(value: object) -> bytes:
+def dumped(value: object) -> bytes:
+    """A value as `pickle` has it, with tensors in it by their values; `pickle.loads` makes them on their devices."""
     content = io.BytesIO()
     _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
     return content.getvalue()

@@ -25,7 +25,7 @@ _INDEXING = {
 _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default}
 
 # ATen, and Kitsune's own kernels.
-_NAMESPACES = ("aten", "kitsune", "kitsune_regions")
+_NAMESPACES = ("aten", "kitsune", "kitsune_regions", "kitsune_programs")
 
 # A tensor that lies elsewhere from then on: replays read and write where it lay when they were captured.
 _EXCHANGES = {torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_}

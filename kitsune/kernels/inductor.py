@@ -36,5 +36,29 @@ def _compile(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Code:
     )
 
 
+def _compile_program(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Code:
+    """As `torch.compile` would: values in the midst of generated code are float32.
+
+    What one version of Inductor fails at in its search for what to fuse it may do without the latest kind of search.
+    """
+    known = torch._inductor.list_options()
+    error: Exception | None = None
+    for tried in _SEARCHES:
+        options = {name: value for name, value in {**tried, "triton.cudagraphs": False}.items() if name in known}
+        try:
+            return torch._inductor.standalone_compile(
+                module, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
+            )
+        except Exception as failure:  # noqa: BLE001 - it fails in many ways
+            error = error or failure
+    assert error is not None
+    raise error
+
+
+_SEARCHES: tuple[dict[str, Any], ...] = ({}, {"loop_ordering_after_fusion": False})
+
+PROGRAMS = Backend("program", refuse_inductor, _compile_program)
+"""The same, for whole programs."""
+
 INDUCTOR = Backend("inductor", refuse_inductor, _compile)
 """Generates Triton for CUDA and C++ for the CPU, for exactly the given sizes and strides; keeps it on disk."""

@@ -81,7 +81,7 @@ def plans(
     """
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         in_order = planning.in_order(module, inputs[0].device, inputs)
-    others = planning.others(module, inputs, num_streams=num_streams, fusing=None, max_bytes=max_bytes, refused=refused)
+    others = planning.others(module, inputs, num_streams=num_streams, max_bytes=max_bytes)
     return in_order, *others
 
 

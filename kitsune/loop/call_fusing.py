@@ -32,14 +32,14 @@ torch.library.register_fake("kitsune::after", _copied)
 
 
 def call_fusing(
-    program: SplitProgram, device: torch.device, refused: Callable[[Refusal], None] = lambda _: None
+    program: SplitProgram, flat: Sequence[Tensor], refused: Callable[[Refusal], None] = lambda _: None
 ) -> Fusing | None:
-    """Fuses the operators of `program`, which runs on `device`; None where that cannot be. For `refused` see `Fusing`.
+    """Fuses the operators of `program`, a call of `flat`; None where that cannot be. For `refused` see `Fusing`.
 
     Both passes are rewritten as one graph, so that what the forward pass saves suits the backward pass.
     """
     joint = _ordered(program)
-    return None if joint is None else Fusing(joint, device, refused)
+    return None if joint is None else Fusing(joint, _joint_inputs(program, flat), refused)
 
 
 @no_traces()
@@ -55,10 +55,9 @@ def fused_call(
     """
     joint = fusing.module
     device = flat[0].device
-    generator = torch.Generator(device).manual_seed(0)
-    tangents = [layout.empty().normal_(generator=generator) for layout in program.tangents]
-    inputs = [*(tensor.detach() for tensor in flat), *tangents]
-    found = planning.others(joint, inputs, num_streams=1, fusing=fusing, max_bytes=None, refused=refused)
+    inputs = _joint_inputs(program, flat)
+    plans = planning.rewritten(joint, fusing.result(), inputs, refused)
+    found = planning.others(joint, inputs, num_streams=1, found=plans, max_bytes=None)
     if not found:
         return None
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -70,6 +69,13 @@ def fused_call(
     except RefusedError as error:
         refused(error.refusal)
         return None
+
+
+def _joint_inputs(program: SplitProgram, flat: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs of the joint graph: those of a call, and gradients, which are drawn."""
+    generator = torch.Generator(flat[0].device).manual_seed(0)
+    tangents = [layout.empty().normal_(generator=generator) for layout in program.tangents]
+    return [*(tensor.detach() for tensor in flat), *tangents]
 
 
 def _ordered(program: SplitProgram) -> fx.GraphModule | None:

@@ -139,17 +139,20 @@ class Contest(Generic[E]):
         """For each entrant the median time that a replay takes on the device; None where it was not timed."""
         return tuple(self._times_us)
 
-    def open(self, others: Sequence[Maker[E]]) -> None:
-        """Begins the trials with the next call; until then the first entrant replays.
+    def open(self, others: Sequence[Maker[E]], inputs: Sequence[torch.Tensor]) -> None:
+        """Begins the trials with the next call, once more where others have been tried; the first entrant begins.
 
         Args:
             others: each makes an entrant, given the inputs of a step; those to be preferred, if all else is equal,
                 come first.
+            inputs: of the present step.
+
+        Raises:
+            RefusedError: the first entrant cannot be made again.
         """
         self._makers = (self._makers[0], *others)
-        self._times_us = [None] * len(self._makers)
         if others:
-            self._begin()
+            self._restart(inputs)
 
     def take_making_seconds(self) -> float:
         """Wall time that calls have spent on making entrants since this was last asked."""
@@ -361,10 +364,13 @@ class Contest(Generic[E]):
             self.settled += 1
             return
         try:
-            self._make(0, inputs)
+            self._restart(inputs)
         except RefusedError as error:  # there is no room for trials at present
             self._refused(error)
-            return
+
+    def _restart(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Begins trials of all entrants, whichever replays at present."""
+        self._make(0, inputs)
         self._keep(0)
         self._put(0)
         self._times_us = [None] * len(self._makers)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from kitsune.background import Background, is_quiet
 from kitsune.capture.retention import no_traces
 from kitsune.engine.rewriting import Course, Rewritten, Telling, rewriting
-from kitsune.engine.worker.client import Worker, worker_of
+from kitsune.engine.worker.client import Ticket, Worker, worker_of
 from kitsune.engine.worker.delivery import loaded
-from kitsune.errors import Refusal
+from kitsune.errors import Refusal, first_line
 from kitsune.graph.values import mode_of
 
 _log = logging.getLogger("kitsune")
@@ -36,8 +37,8 @@ class _Way(Protocol):
     def advance(self) -> bool:
         """Goes on for a moment; whether it has come to an end. May raise what went wrong."""
 
-    def result(self) -> tuple[Rewritten, ...]:
-        """The outcome, once it has."""
+    def new(self) -> list[Rewritten]:
+        """What was found since this was last asked."""
 
     def describe(self) -> str:
         """What is being done."""
@@ -58,24 +59,32 @@ class Fusing:
 
     Args:
         module: the step.
-        device: where it runs.
+        inputs: such as it takes.
         refused: told what was given up on the way, and why.
+        is_whole: whether code is to be generated for all of it as one, too.
     """
 
     def __init__(
-        self, module: fx.GraphModule, device: torch.device, refused: Callable[[Refusal], None] = lambda _: None
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[torch.Tensor],
+        refused: Callable[[Refusal], None] = lambda _: None,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        self.module, self._device = module, device
+        self.module, self._device = module, inputs[0].device
         self._error: Exception | None = None
         self._is_over = False
-        self._way: _Way = _way(module, device, refused)
+        self._found: list[Rewritten] = []
+        self._num_given = 0
+        self._way: _Way = _way(module, inputs, refused, is_whole)
 
     def may_go_on(self) -> bool:
         """Whether `advance` would do something. To be asked at each step, so that the user is told meanwhile."""
         return self._way.may_go_on()
 
     def advance(self) -> bool:
-        """Goes on, as far as nothing has to be waited for. Whether there is a `result`.
+        """Goes on, as far as nothing has to be waited for. Whether it has come to an end, and there is a `result`.
 
         After an interrupt, which it passes on, it begins anew: what was compiled and timed is known.
         """
@@ -86,6 +95,7 @@ class Fusing:
         try:
             with no_traces(), torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 self._is_over = self._way.advance()
+                self._found += self._way.new()
         except _UnservedError as error:
             _log.info("kernels are tried in this process: %s", error)
             self._way = _Here(self.module, self._device)
@@ -95,7 +105,7 @@ class Fusing:
         return self._is_over
 
     def result(self) -> tuple[Rewritten, ...]:
-        """The graphs; none where there is nothing to fuse and only one layout.
+        """All graphs that were found; none where there is nothing to fuse and only one layout.
 
         Raises:
             Exception: what went wrong.
@@ -103,7 +113,13 @@ class Fusing:
         assert self._is_over
         if self._error is not None:
             raise self._error
-        return self._way.result()
+        return tuple(self._found)
+
+    def new(self) -> tuple[Rewritten, ...]:
+        """Those that were found since this was last asked; there may be some before the end."""
+        new = tuple(self._found[self._num_given :])
+        self._num_given = len(self._found)
+        return new
 
     def describe(self) -> str:
         """What is being done, as a `Status` says it."""
@@ -114,11 +130,16 @@ class Fusing:
         self._way.close()
 
 
-def _way(module: fx.GraphModule, device: torch.device, refused: Callable[[Refusal], None]) -> _Way:
+def _way(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None], is_whole: bool
+) -> _Way:
+    device = inputs[0].device
     refusal = refuse_worker(device)
     if refusal is None:
+        worker = worker_of(device)
         try:
-            return _InWorker(module, worker_of(device), device, refused)
+            ticket = worker.hand_over(module, inputs, is_whole=is_whole)
+            return _InWorker(ticket, worker, mode_of(module.graph), refused)
         except (OSError, TypeError, ValueError) as error:
             refusal = Refusal(f"the program cannot be handed over to a second process: {error}")
     _log.info("kernels are tried in this process: %s", refusal)
@@ -145,7 +166,7 @@ class _Here:
         self._telling = Telling()
         self._course: Course | None = None
         self._background: Background[bool | None] | None = None  # the latest
-        self._found: tuple[Rewritten, ...] = ()
+        self._found: list[Rewritten] = []
 
     def may_go_on(self) -> bool:
         if is_quiet():
@@ -159,7 +180,7 @@ class _Here:
         try:
             self._background = next(self._course)
         except StopIteration as end:
-            self._found = end.value
+            self._found += end.value
             return True
         except Exception:
             raise
@@ -168,8 +189,9 @@ class _Here:
             raise
         return False
 
-    def result(self) -> tuple[Rewritten, ...]:
-        return self._found
+    def new(self) -> list[Rewritten]:
+        found, self._found = self._found, []
+        return found
 
     def describe(self) -> str:
         if self._background is None:
@@ -186,47 +208,58 @@ class _InWorker:
     """By the worker. What it has found is loaded piece by piece: generated code takes a while to load."""
 
     def __init__(
-        self, module: fx.GraphModule, worker: Worker, device: torch.device, refused: Callable[[Refusal], None]
+        self, ticket: Ticket, worker: Worker, mode: FakeTensorMode, refused: Callable[[Refusal], None]
     ) -> None:
-        self._worker, self._device, self._refused = worker, device, refused
-        self._mode = mode_of(module.graph)
-        self._ticket = worker.hand_over(module)
-        self._loading: Generator[None, None, tuple[Rewritten, ...]] | None = None
-        self._found: tuple[Rewritten, ...] = ()
+        self._ticket, self._worker, self._mode, self._refused = ticket, worker, mode, refused
+        self._num_taken = 0  # of what was found
+        self._loading: Generator[None, None, Rewritten] | None = None
+        self._arrived: list[Rewritten] = []
 
     def may_go_on(self) -> bool:
-        return self._ticket.is_over or self._worker.may_look()
+        return self._has_more() or self._ticket.is_over or self._worker.may_look()
 
     def advance(self) -> bool:
-        if not self._ticket.is_over:
+        if self._has_more():
+            self._load()
+        elif not self._ticket.is_over:
             self._worker.look()
             while self._ticket.refusals:
                 self._refused(self._ticket.refusals.pop(0))
+        if self._has_more() or not self._ticket.is_over:
             return False
         if self._ticket.failure is not None:
             raise (RuntimeError if self._ticket.ends else _UnservedError)(self._ticket.failure)
-        self._loading = self._loading or loaded(self._ticket.programs or (), self._mode)
-        try:
-            next(self._loading)
-        except StopIteration as end:
-            self._found = end.value
-            return True
-        except Exception:
-            raise
-        except BaseException:
-            self._loading = None
-            raise
-        return False
+        return True
 
-    def result(self) -> tuple[Rewritten, ...]:
-        return self._found
+    def new(self) -> list[Rewritten]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
     def describe(self) -> str:
         num_done, num_parts = self._ticket.progress
         compiled = f" ({num_done} of {num_parts} parts are compiled)" if num_parts else ""
-        return (
-            f"faster forms of the captured step are tried in a second process{compiled}; steps are replayed meanwhile"
-        )
+        return f"faster forms are tried in a second process{compiled}; steps are replayed as captured meanwhile"
 
     def close(self) -> None:
         self._worker.cancel(self._ticket)
+
+    def _has_more(self) -> bool:
+        return self._loading is not None or self._num_taken < len(self._ticket.found)
+
+    def _load(self) -> None:
+        """Loads one piece. What cannot be loaded is left out."""
+        if self._loading is None:
+            self._loading = loaded(self._ticket.found[self._num_taken], self._mode)
+            self._num_taken += 1
+        try:
+            next(self._loading)
+        except StopIteration as end:
+            self._arrived.append(end.value)
+            self._loading = None
+        except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways
+            self._loading = None
+            reason = f"a program that the second process has found cannot be loaded ({type(error).__name__}"
+            self._refused(Refusal(f"{reason}: {first_line(error)})"))
+        except BaseException:  # an interrupt
+            self._loading, self._num_taken = None, self._num_taken - 1
+            raise

@@ -12,10 +12,10 @@ from torch import fx
 
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.retention import no_traces
+from kitsune.engine.rewriting import GENERATED, Rewritten
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
-from kitsune.loop.fusing import Fusing
 from kitsune.loop.rehearsal import difference
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
@@ -57,6 +57,11 @@ class Planned:
     writers: Mapping[str, Writer]
     is_roomy: bool = False
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether it is one operator, for all of which code was generated."""
+        return any(fusion.template == GENERATED for fusion in self.plan.fusions)
+
     def lowered(self, arena: Block, *, timed: bool = False) -> Lowered:
         """The graph as it runs by the plan, with as many bytes of `arena` as the plan says; for `timed` see `lower`."""
         plan = self.plan
@@ -88,43 +93,51 @@ def others(
     inputs: Sequence[torch.Tensor],
     *,
     num_streams: int,
-    fusing: Fusing | None,
+    found: Sequence[Planned] = (),
     max_bytes: int | None,
-    refused: Callable[[Refusal], None],
     room_bytes: int | None = None,
 ) -> tuple[Planned, ...]:
     """Plans that may be faster than the one of `module` in order, the most promising ones first.
 
-    With `fusing`, which has a result, there are those of `module` rewritten, in order; the `challengers`, within
-    `max_bytes` and `room_bytes`, are of the most promising one then.
-    Where rewriting has failed, `refused` is told why, and the others are of `module`.
+    These are `found`, plans of `module` rewritten, in order (see `rewritten`); and the `challengers`, within
+    `max_bytes` and `room_bytes`, of the most promising one of them that has operators to schedule, or of `module`.
     """
-    device = inputs[0].device
+    ranked = sorted(found, key=lambda planned: planned.plan.predicted_us)
+    if num_streams == 1:
+        return tuple(ranked)
+    base = next((planned for planned in ranked if not planned.is_generated), None)
+    graph, fusions = (module, ()) if base is None else (base.module, base.plan.fusions)
+    with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        on_streams = challengers(graph, inputs, num_streams, max_bytes, room_bytes)
+    return *ranked, *(_with_fusions(planned, fusions) for planned in on_streams)
+
+
+@no_traces()
+def rewritten(
+    module: fx.GraphModule,
+    found: Sequence[Rewritten],
+    inputs: Sequence[torch.Tensor],
+    refused: Callable[[Refusal], None],
+) -> list[Planned]:
+    """Plans, in order, of those among `found`, graphs made of `module`, that do the same; `refused` is told of others.
+
+    Args:
+        inputs: of the present step. They are left as they are.
+    """
+    device, plans = inputs[0].device, list[Planned]()
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        found: list[Planned] = []
-        if fusing is not None:
+        for graph, fusions in found:
             try:
-                found = _fused(fusing, inputs, refused)
+                refusal = _refuse_rewritten(module, graph, inputs)
+                if refusal is None:
+                    is_generated = any(fusion.template == GENERATED for fusion in fusions)
+                    planned = in_order(graph, device, None if is_generated else inputs)
+                    plans.append(_with_fusions(planned, fusions))
             except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
-                refused(Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})"))
-        found.sort(key=lambda planned: planned.plan.predicted_us)
-        if num_streams > 1:
-            fusions = found[0].plan.fusions if found else ()
-            graph = found[0].module if found else module
-            on_streams = challengers(graph, inputs, num_streams, max_bytes, room_bytes)
-            found += [_with_fusions(planned, fusions) for planned in on_streams]
-        return tuple(found)
-
-
-def _fused(fusing: Fusing, inputs: Sequence[torch.Tensor], refused: Callable[[Refusal], None]) -> list[Planned]:
-    device, found = inputs[0].device, list[Planned]()
-    for graph, fusions in fusing.result():
-        refusal = _refuse_rewritten(fusing.module, graph, inputs)
-        if refusal is None:
-            found.append(_with_fusions(in_order(graph, device, inputs), fusions))
-        else:
-            refused(refusal)
-    return found
+                refusal = Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})")
+            if refusal is not None:
+                refused(refusal)
+    return plans
 
 
 def _refuse_rewritten(module: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Refusal | None:

@@ -366,7 +366,7 @@ class SplitStep(GuardedStep):
         fused = None
         try:
             if self._fuses(flat):
-                self._fusing = self._fusing or call_fusing(program, flat[0].device, self._log.do_without)
+                self._fusing = self._fusing or call_fusing(program, flat, self._log.do_without)
             if self._fusing is not None:
                 if not self._fusing.advance():
                     return

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -110,9 +110,12 @@ class WholeStep(GuardedStep):
         self._by_address: Callable[..., ByAddress]
         self._handout: Handout | None = None
         self._in_order: Planned | None = None
-        self._others: tuple[Planned, ...] | None = None
+        self._others: tuple[Planned, ...] = ()
+        self._is_improving = False  # other plans may still be found
         self._fusing: Fusing | None = None  # of the captured step, under way
-        self._choice: tuple[bool, str, int] | None = None
+        self._choice: _Choice | None = None  # the latest
+        self._wanted: _Choice | None = None  # that of an earlier capture of the same step: others are not tried again
+        self._most_bytes: int | None = None  # that a graph on several streams may take
         self._in_order_bytes: int | None = None  # that its graph takes, if that is known
         self._since_capture = 0  # replays
         self._is_reopened = False  # the chooser, until it has settled again
@@ -284,7 +287,7 @@ class WholeStep(GuardedStep):
         if self._contest is not None:
             self._contest.release()
         self._contest = self._program = None
-        self._in_order = self._others = None
+        self._in_order, self._others, self._is_improving = None, (), False
         if self._fusing is not None:
             self._fusing.close()
             self._fusing = None
@@ -403,8 +406,8 @@ class WholeStep(GuardedStep):
         self._since_capture = 0
         self._trained = self._spec.params()
         self._trained_ids = list(map(id, self._trained))
-        self._others = None if self._num_streams() > 1 or self._fuses() else ()
-        self.chooser.may_improve = self._others is None
+        self._others, self._wanted = (), self._choice
+        self._is_improving = self.chooser.may_improve = self._num_streams() > 1 or self._fuses()
 
     def _conditions(self, program: StepProgram) -> dict[str, Any]:
         conditions = {"stable": program.stable, "config": self._config, "pool": self._pool, "log": self._log}
@@ -414,7 +417,7 @@ class WholeStep(GuardedStep):
         assert self._program is not None
         if self._in_order is None:
             self._in_order = planning.in_order(self._program.module, self._trained[0].device)
-        return self._in_order, *(self._others or ())
+        return self._in_order, *self._others
 
     def _replay_fastest(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> Outputs:
         if self._may_try_others() and contest.winner.has_looked:
@@ -436,7 +439,7 @@ class WholeStep(GuardedStep):
         self._budget.charge(contest.winner.take_recording_seconds())
         if contest.settled != settled:
             self._choice = _choice(self._plans()[contest.place])
-            self.chooser.may_improve = self._others is None
+            self.chooser.may_improve = self._is_improving
             self.chooser.reopen()
             self._is_reopened = True
         return outputs
@@ -456,7 +459,7 @@ class WholeStep(GuardedStep):
 
     def _may_try_others(self) -> bool:
         """Whether replay has not lost to eager, and other plans have yet to be tried."""
-        if self._others is not None or not self.chooser.settled:
+        if not self._is_improving or not self.chooser.settled or self._contest is None or self._contest.trying:
             return False
         return self.is_first or self._since_capture >= _REPLAYS_BEFORE_MORE_TRIALS
 
@@ -467,48 +470,71 @@ class WholeStep(GuardedStep):
         return self._config.fuses() and refuse_fusion(self._trained[0].device) is None
 
     def _consider_others(self, contest: Contest[ByAddress], inputs: Sequence[torch.Tensor]) -> None:
-        """Lets other plans, fused or on several streams, try to be faster than the one in order.
+        """Lets other plans, fused or on several streams, try to be faster than the one in order, as they are found.
 
-        The step is fused before; while kernels are compiled for that, nothing is done.
+        While kernels are compiled and tried for them, nothing is done.
         """
         program = self._program
         assert program is not None
         if self._fusing is None and self._fuses():
-            self._fusing = Fusing(program.module, inputs[0].device, self._log.do_without)
+            with self._budget.spending():
+                self._fusing = Fusing(program.module, inputs, self._log.do_without, is_whole=True)
         if not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
             return
         try:
             with self._budget.spending():
-                if self._fusing is not None and not self._fusing.advance():
-                    return
-                in_order = planning.in_order(program.module, inputs[0].device, inputs)
-                most_bytes, room_bytes = self._most_and_room(in_order.plan, inputs)
-                others = planning.others(
-                    program.module,
-                    inputs,
-                    num_streams=self._num_streams(),
-                    fusing=self._fusing,
-                    max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
-                    refused=self._log.do_without,
-                    room_bytes=room_bytes,
-                )
+                is_over = self._fusing is None or self._fusing.advance()
+                new = [] if self._fusing is None else list(self._fusing.new())
+                if is_over and self._fusing is not None:
+                    self._fusing.result()  # raises what went wrong
+                found = planning.rewritten(program.module, new, inputs, self._log.do_without)
+                self._is_improving = not is_over
+                if is_over:
+                    self._fusing = None
+                    found = [*found, *self._on_streams(program, found, inputs)]
+                self._add(found, inputs)
+        except RefusedError:
+            self._drop()
+            raise
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
-            self._others, self._fusing = (), None
+            self._is_improving, self._fusing = False, None
             kind = type(error).__name__
-            reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed as captured, on one stream"
+            reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed by what was found before"
             self._log.do_without(Refusal(reason))
+        if not self._is_improving and not self._others:
             self.chooser.will_not_improve()
+
+    def _on_streams(
+        self, program: StepProgram, found: Sequence[Planned], inputs: Sequence[torch.Tensor]
+    ) -> Sequence[Planned]:
+        """Plans on several streams."""
+        if self._num_streams() == 1:
+            return ()
+        self._in_order = planning.in_order(program.module, inputs[0].device, inputs)
+        most_bytes, room_bytes = self._most_and_room(self._in_order.plan, inputs)
+        self._most_bytes = most_bytes
+        every = planning.others(
+            program.module,
+            inputs,
+            num_streams=self._num_streams(),
+            found=[*self._others, *found],
+            max_bytes=most_live_bytes(program.module, inputs, program.stable, self._config),
+            room_bytes=room_bytes,
+        )
+        return [planned for planned in every if planned.plan.schedule.num_streams > 1]
+
+    def _add(self, found: Sequence[Planned], inputs: Sequence[torch.Tensor]) -> None:
+        """Lets plans replay some steps, beside those that were tried before."""
+        program, contest = self._program, self._contest
+        assert program is not None and contest is not None
+        if self._wanted is not None:
+            found = [planned for planned in found if _choice(planned) == self._wanted]
+        if not found:
             return
-        self._fusing = None
-        self._in_order = in_order
-        if self._choice is not None:  # of an earlier capture of the same step
-            others = tuple(planned for planned in others if _choice(planned) == self._choice)
-        self._others = others
-        if not others:
-            self.chooser.will_not_improve()
-        conditions = {**self._conditions(program), "most_bytes": most_bytes}
-        records = [partial(record_planned, self._memory, planned, **conditions) for planned in others]
-        contest.open([partial(self._by_address, record) for record in records])
+        self._others = (*self._others, *found)
+        conditions = {**self._conditions(program), "most_bytes": self._most_bytes}
+        records = [partial(record_planned, self._memory, planned, **conditions) for planned in self._others]
+        contest.open([partial(self._by_address, record) for record in records], inputs)
 
     def _most_and_room(self, in_order: Plan, inputs: Sequence[torch.Tensor]) -> tuple[int | None, int | None]:
         """What a graph on several streams may take, and its values of that; None where that cannot be told."""
@@ -564,9 +590,18 @@ def _eager_us(chooser: Chooser) -> float:
     return math.inf if chooser.eager_seconds is None else chooser.eager_seconds * 1e6
 
 
-def _choice(planned: Planned) -> tuple[bool, str, int]:
+class _Choice(NamedTuple):
+    """What tells a plan from others of the same step."""
+
+    is_generated: bool
+    is_fused: bool
+    strategy: str
+    num_streams: int
+
+
+def _choice(planned: Planned) -> _Choice:
     plan = planned.plan
-    return plan.is_fused, plan.schedule.strategy, plan.schedule.num_streams
+    return _Choice(planned.is_generated, plan.is_fused, plan.schedule.strategy, plan.schedule.num_streams)
 
 
 def _copies_matter(chooser: Chooser, us: float) -> bool:

@@ -49,7 +49,7 @@ def compile_at_once(
 
 def fused_at_once(module: fx.GraphModule, device: torch.device) -> Fusing:
     """One that has its result."""
-    under_way = Fusing(module, device)
+    under_way = Fusing(module, [torch.empty(0, device=device)])
     while not under_way.advance():
         wait_until_quiet()
     return under_way

@@ -26,6 +26,7 @@ from kitsune.engine.worker.messages import (
     Done,
     Failed,
     Faster,
+    Found,
     Go,
     Job,
     Progress,
@@ -35,9 +36,10 @@ from kitsune.engine.worker.messages import (
     Trying,
     Turn,
 )
+from kitsune.engine.worker.samples import sampled
 from kitsune.engine.worker.switches import switches
 from kitsune.errors import Refusal
-from kitsune.graph.serialize import packed
+from kitsune.graph.serialize import dumped, packed
 from kitsune.timing import CostCache
 
 _log = logging.getLogger("kitsune")
@@ -61,7 +63,8 @@ class Ticket:
 
     Attributes:
         job: what the worker gets.
-        programs: what may be faster, once that is known.
+        found: programs that may be faster, as far as they are known.
+        is_done: whether that is all.
         refusals: what ended a worker, since the last look of whoever waits.
         failure: why there is none; None as long as there may be one.
         progress: parts that are compiled, and how many there are.
@@ -70,7 +73,8 @@ class Ticket:
     """
 
     job: Job
-    programs: tuple[Faster, ...] | None = None
+    found: list[Faster] = field(default_factory=list)
+    is_done: bool = False
     failure: str | None = None
     refusals: list[Refusal] = field(default_factory=list)
     progress: tuple[int, int] = (0, 0)
@@ -79,7 +83,7 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        return self.programs is not None or self.failure is not None
+        return self.is_done or self.failure is not None
 
 
 class Slices:
@@ -153,8 +157,12 @@ class Worker:
         self._trying, self._deadline = None, time.monotonic() + _START_SECONDS
         self._send((list(sys.path), list(self._modules)))
 
-    def hand_over(self, module: fx.GraphModule) -> Ticket:
+    def hand_over(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], *, is_whole: bool = False) -> Ticket:
         """Has `module` made faster.
+
+        Args:
+            inputs: such as it takes.
+            is_whole: whether code is to be generated for all of it as one, too.
 
         Raises:
             OSError: there is no worker.
@@ -162,7 +170,19 @@ class Worker:
         """
         self._number += 1
         uuid = str(torch.cuda.get_device_properties(self._device).uuid) if self._device.type == "cuda" else ""
-        ticket = Ticket(Job(self._number, packed(module), self._device, uuid, switches(), _inductor(), False))
+        ticket = Ticket(
+            Job(
+                number=self._number,
+                program=packed(module),
+                device=self._device,
+                uuid=uuid,
+                switches=switches(),
+                inductor=_inductor(),
+                samples=dumped(sampled(inputs)),
+                is_whole=is_whole,
+                is_careful=False,
+            )
+        )
         if self._process is not None and self._process.poll() is not None:  # for want of programs
             self._kill()
         self.start()
@@ -238,6 +258,8 @@ class Worker:
             _log.log(message.level, message.text)
         elif ticket is not None and isinstance(message, Progress):
             ticket.progress = message.num_done, message.num_parts
+        elif ticket is not None and isinstance(message, Found):
+            ticket.found.append(message.program)
         elif isinstance(message, (Result, Failed)):
             self._finish(message)
 
@@ -257,7 +279,7 @@ class Worker:
         assert ticket.job.number == message.number
         if isinstance(message, Result):
             CostCache.of(self._device).adopt(message.costs)
-            ticket.programs = message.programs
+            ticket.is_done = True
         else:
             ticket.failure = message.reason
         self._begin()
@@ -295,7 +317,7 @@ class Worker:
             costs.save()
             ended = "did not come to an end" if reason == "it says nothing" else "ended the process that tried it"
             ticket.refusals.append(Refusal(f"it {ended}: {trying.what}"))
-        ticket.job = ticket.job._replace(is_careful=True)
+        ticket.job = ticket.job._replace(is_careful=True, is_whole=ticket.job.is_whole and not ticket.found)
         self._trying = None
         if ticket.ends >= _MOST_ENDS or not self._is_at_work:
             self._tickets.popleft()

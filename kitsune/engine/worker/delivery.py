@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 from torch._subclasses import FakeTensorMode
 
@@ -10,32 +10,32 @@ from kitsune.engine.rewriting import Rewritten
 from kitsune.engine.worker.messages import Faster, Region
 from kitsune.errors import Refusal
 from kitsune.graph.serialize import unpacked, unpacked_tensors
-from kitsune.kernels.inductor import INDUCTOR
+from kitsune.kernels.inductor import INDUCTOR, PROGRAMS
 from kitsune.kernels.regions import region_operator
+from kitsune.passes.programs import program_operator
 
 
-def loaded(programs: Sequence[Faster], mode: FakeTensorMode) -> Generator[None, None, tuple[Rewritten, ...]]:
-    """The programs that the worker has found, with the generated operators that they call. Yields after each piece.
+def loaded(one: Faster, mode: FakeTensorMode) -> Generator[None, None, Rewritten]:
+    """A program that the worker has found, with the generated operators that it calls. Yields after each of them.
 
     Args:
-        mode: of the programs' values.
+        mode: of the program's values.
 
     Raises:
-        RuntimeError, LookupError: one cannot be loaded here.
+        Exception: it cannot be loaded here; compilers fail in many ways.
     """
-    found: list[Rewritten] = []
-    for one in programs:
-        for region in one.regions:
-            _load(region, mode)
-            yield
-        found.append((unpacked(one.program, mode), one.fusions))
+    for region in one.regions:
+        _load(region, mode)
         yield
-    return tuple(found)
+    return unpacked(one.program, mode), one.fusions
 
 
 def _load(region: Region, mode: FakeTensorMode) -> None:
     module = unpacked(region.module, mode)
-    inputs, outputs = (unpacked_tensors(some, mode) for some in (region.inputs, region.outputs))
+    if region.layouts is None:
+        program_operator(module, PROGRAMS)
+        return
+    inputs, outputs = (unpacked_tensors(some, mode) for some in region.layouts)
     operator = region_operator(module, inputs, outputs, INDUCTOR)
     if isinstance(operator, Refusal):
         raise RuntimeError(f"generated code that the second process has tried is refused here: {operator}")

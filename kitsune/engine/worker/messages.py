@@ -20,6 +20,8 @@ class Job(NamedTuple):
         uuid: of that device, which may have another number in another process.
         switches: torch's, on which kernels depend; see `switches`.
         inductor: the options of Inductor that are not at their defaults.
+        samples: of the program's inputs, see `samples` and `kitsune.graph.serialize`.
+        is_whole: whether code is to be generated for all of the program as one, too.
         is_careful: whether nothing is tried while something else is, since the worker has ended in the midst of it.
     """
 
@@ -29,6 +31,8 @@ class Job(NamedTuple):
     uuid: str
     switches: Mapping[str, Any]
     inductor: Mapping[str, Any]
+    samples: bytes
+    is_whole: bool
     is_careful: bool
 
 
@@ -85,18 +89,17 @@ class Told(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A generated operator of a program.
+    """A generated operator in a program: of a part of it, or of all of it.
 
     Attributes:
         name: of the operator.
         module: the graph that it computes, see `kitsune.graph.serialize`.
-        inputs, outputs: the tensors that it takes and returns, likewise.
+        layouts: the tensors that a part takes, and those that it returns, likewise; None for a whole program.
     """
 
     name: str
     module: bytes
-    inputs: bytes
-    outputs: bytes
+    layouts: tuple[bytes, bytes] | None
 
 
 class Faster(NamedTuple):
@@ -113,17 +116,27 @@ class Faster(NamedTuple):
     fusions: tuple[Fusion, ...]
 
 
-class Result(NamedTuple):
-    """From the worker: the job's outcome.
+class Found(NamedTuple):
+    """From the worker: a program that may be faster; others may follow.
 
     Attributes:
         number: the job's.
-        programs: those that may be faster.
+        program: it.
+    """
+
+    number: int
+    program: Faster
+
+
+class Result(NamedTuple):
+    """From the worker: the job is done.
+
+    Attributes:
+        number: the job's.
         costs: what was measured meanwhile, in microseconds by signature.
     """
 
     number: int
-    programs: tuple[Faster, ...]
     costs: Mapping[str, float]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +15,13 @@ from torch import fx
 
 from kitsune.background import is_quiet, wait_until_quiet
 from kitsune.device import synchronize
-from kitsune.engine.rewriting import Rewritten, Telling, rewriting
+from kitsune.engine.rewriting import Rewritten, Telling, generated, rewriting
 from kitsune.engine.worker.messages import (
     Cancel,
     Done,
     Failed,
     Faster,
+    Found,
     Go,
     Job,
     Progress,
@@ -30,10 +32,14 @@ from kitsune.engine.worker.messages import (
     Trying,
     Turn,
 )
+from kitsune.engine.worker.samples import drawn
 from kitsune.engine.worker.switches import set_switches
 from kitsune.errors import first_line
+from kitsune.graph import dataflow
 from kitsune.graph.serialize import packed, packed_tensors, unpacked
+from kitsune.graph.signature import graph_signature
 from kitsune.kernels import regions
+from kitsune.passes import programs
 from kitsune.timing import CostCache, trials, turns
 
 IDLE_SECONDS = 180.0
@@ -96,9 +102,39 @@ class Server:
         _set_inductor(job.inductor)
         cache = CostCache.of(job.device)
         known = cache.entries()
-        found = self._rewritten(unpacked(job.program), job.device)
-        costs = {key: us for key, us in cache.entries().items() if known.get(key) != us}
-        return Result(job.number, tuple(map(_faster, found)), costs)
+        module = unpacked(job.program)
+        if job.is_whole:
+            self._generate(module, job)
+        for one in self._rewritten(module, job.device):
+            self._run(one, job)
+            self._send(Found(job.number, _faster(one)))
+        return Result(job.number, {key: us for key, us in cache.entries().items() if known.get(key) != us})
+
+    def _generate(self, module: fx.GraphModule, job: Job) -> None:
+        """Has code generated for all of the program."""
+        try:
+            found = generated(module, CostCache.of(job.device))
+            self._run(found, job)
+        except _Cancelled:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways, and the rest is tried
+            reason = f"no code was generated for the program as a whole ({type(error).__name__}: {first_line(error)})"
+            self._send(Told(logging.INFO, reason))
+            return
+        self._send(Found(job.number, _faster(found)))
+
+    def _run(self, rewritten: Rewritten, job: Job) -> None:
+        """Runs a program once on inputs as those that it will get, before the training does."""
+        module, fusions = rewritten
+        key = f"program {graph_signature(module.graph)}"
+        if CostCache.of(job.device).get(key) == trials.KILLED_US:
+            raise RuntimeError("it ended the process that ran it, or hung there")
+        names = ", ".join(dict.fromkeys(fusion.template for fusion in fusions if fusion.refusal is None))
+        trials.trying(f"the program with {names}", {key: trials.KILLED_US})
+        values = [node.meta["val"] for node in dataflow.placeholders(module.graph)]
+        with torch.no_grad(), torch.autocast(job.device.type, enabled=False):
+            module.forward(*drawn(pickle.loads(job.samples), values))
+        synchronize(job.device)
 
     def _rewritten(self, module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, ...]:
         course = rewriting(module, device, Telling())
@@ -179,14 +215,18 @@ def _set_inductor(options: Mapping[str, object]) -> None:
 
 def _faster(rewritten: Rewritten) -> Faster:
     module, fusions = rewritten
-    names = dict.fromkeys(
-        node.target.name().partition("::")[2].partition(".")[0]
-        for node in module.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == regions.NAMESPACE
+    targets = dict.fromkeys(
+        node.target for node in module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
     )
-    return Faster(packed(module), tuple(map(_region, names)), fusions)
+    return Faster(packed(module), tuple(region for target in targets for region in _regions(target)), fusions)
 
 
-def _region(name: str) -> Region:
-    module, inputs, outputs = regions.definition(name)
-    return Region(name, packed(module), packed_tensors(inputs), packed_tensors(outputs))
+def _regions(target: torch._ops.OpOverload) -> list[Region]:
+    """How a generated operator is made; nothing for others."""
+    name = target._schema.name.partition("::")[2]
+    if target.namespace == regions.NAMESPACE:
+        module, inputs, outputs = regions.definition(name)
+        return [Region(name, packed(module), (packed_tensors(inputs), packed_tensors(outputs)))]
+    if target.namespace == programs.NAMESPACE:
+        return [Region(name, packed(programs.definition(name)), None)]
+    return []

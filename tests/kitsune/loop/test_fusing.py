@@ -160,7 +160,7 @@ def test_it_waits_for_nothing_and_tries_when_all_is_compiled(
 ) -> None:
     tried: list[object] = []
     monkeypatch.setattr(Never, "__call__", lambda _, alone: tried.append(alone) or never(alone))
-    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    under_way = Fusing(step("lenet", half=True).module, [torch.empty(0)])
     assert under_way.may_go_on()
     for count, end in zip((3, 2), compiling.ends, strict=True):
         for _ in range(3):
@@ -181,7 +181,7 @@ def test_it_waits_for_nothing_and_tries_when_all_is_compiled(
 
 @pytest.mark.usefixtures("_nothing_is_faster")
 def test_modes_of_the_user_are_left_alone(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way, modes = Fusing(step("lenet", half=True).module, torch.device("cpu")), list[tuple[bool, bool]]()
+    under_way, modes = Fusing(step("lenet", half=True).module, [torch.empty(0)]), list[tuple[bool, bool]]()
 
     def judge(_: Never, alone: object) -> Verdict:
         modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
@@ -208,7 +208,7 @@ def test_what_goes_wrong_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(rewriting, "compile_ahead", fail)
-    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    under_way = Fusing(step("lenet", half=True).module, [torch.empty(0)])
     assert under_way.advance()
     with pytest.raises(torch.OutOfMemoryError) as raised:
         under_way.result()
@@ -220,7 +220,7 @@ def test_after_an_interrupt_it_begins_anew(compiling: Compiling, monkeypatch: py
     def interrupted(*_: object) -> Verdict:
         raise KeyboardInterrupt
 
-    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    under_way = Fusing(step("lenet", half=True).module, [torch.empty(0)])
     for end in compiling.ends:
         assert not under_way.advance()
         end.set()
@@ -238,7 +238,7 @@ def test_after_an_interrupt_it_begins_anew(compiling: Compiling, monkeypatch: py
 @pytest.mark.parametrize("way", ["close", "delete"])
 def test_without_its_owner_it_ends(way: str, compiling: Compiling) -> None:
     before = set(threading.enumerate())
-    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    under_way = Fusing(step("lenet", half=True).module, [torch.empty(0)])
     assert not under_way.advance()
     assert not is_quiet()
     if way == "close":
@@ -254,7 +254,7 @@ def test_without_its_owner_it_ends(way: str, compiling: Compiling) -> None:
 @pytest.mark.usefixtures("_nothing_is_faster")
 def test_others_are_waited_for(compiling: Compiling) -> None:
     """Two at a time would take twice the memory, and each would disturb what the other times."""
-    first, second = (Fusing(step("lenet", half=True).module, torch.device("cpu")) for _ in range(2))
+    first, second = (Fusing(step("lenet", half=True).module, [torch.empty(0)]) for _ in range(2))
     assert not first.advance()
     assert not second.may_go_on()
     assert not second.advance()
@@ -266,7 +266,7 @@ def test_it_tells_the_user_while_it_compiles(
     compiling: Compiling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(rewriting, "_SILENT_SECONDS", 0.0)
-    under_way = Fusing(step("lenet", half=True).module, torch.device("cpu"))
+    under_way = Fusing(step("lenet", half=True).module, [torch.empty(0)])
     with caplog.at_level(logging.INFO, "kitsune"):
         assert not under_way.advance()
         for _ in range(3):

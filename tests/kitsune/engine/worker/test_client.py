@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from kitsune.capture.trace import trace
+from kitsune.engine.rewriting import Rewritten
 from kitsune.engine.worker import client
 from kitsune.engine.worker.client import Slices, Ticket, Worker
 from kitsune.engine.worker.delivery import loaded
+from kitsune.engine.worker.messages import Faster
 from kitsune.graph.values import mode_of
 
 CPU = torch.device("cpu")
@@ -53,9 +56,10 @@ def program(x: torch.Tensor) -> list[torch.Tensor]:
 def test_what_faults_hangs_or_gives_other_numbers_is_refused_by_name_and_the_rest_is_used(
     make: Callable[..., Worker],
 ) -> None:
-    module = trace(program, [torch.randn(64, 64)])
+    inputs = [torch.randn(64, 64)]
+    module = trace(program, inputs)
     worker = make("tests.kitsune.engine.worker.plant")
-    ticket = worker.hand_over(module)
+    ticket = worker.hand_over(module, inputs)
     steps = wait_for(worker, ticket)
     assert steps > 1000, "the training waited"
     assert ticket.failure is None
@@ -63,11 +67,10 @@ def test_what_faults_hangs_or_gives_other_numbers_is_refused_by_name_and_the_res
         "it ended the process that tried it: planted.fault.default",
         "it did not come to an end: planted.hang.default",
     ]
-    assert ticket.programs is not None
-    fusions = {fusion.template: fusion.refusal for one in ticket.programs for fusion in one.fusions}
+    fusions = {fusion.template: fusion.refusal for one in ticket.found for fusion in one.fusions}
     assert fusions["planted fault"] == fusions["planted hang"] == "it ended the process that tried it, or hung there"
     assert fusions["planted other"] == "its results differ from those of what it would replace"
-    again = worker.hand_over(module)
+    again = worker.hand_over(module, inputs)
     wait_for(worker, again)
     assert again.ends == 0
     assert again.refusals == []
@@ -82,20 +85,24 @@ def test_a_program_is_made_faster_beside_the_training(make: Callable[..., Worker
 
     module = trace(function, inputs)
     worker = make()
-    ticket = worker.hand_over(module)
+    ticket = worker.hand_over(module, inputs, is_whole=True)
     wait_for(worker, ticket)
     assert ticket.failure is None
-    loading = loaded(ticket.programs or (), mode_of(module.graph))
+    found = [load(one, mode_of(module.graph)) for one in ticket.found]
+    used = [[fusion.template for fusion in fusions if fusion.refusal is None] for _, fusions in found]
+    assert used == [["generated program"], ["region"]]
+    for faster, _ in found:
+        for one, other in zip(module(*inputs), faster(*inputs), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def load(one: Faster, mode: FakeTensorMode) -> Rewritten:
+    loading = loaded(one, mode)
     while True:
         try:
             next(loading)
         except StopIteration as end:
-            found = end.value
-            break
-    ((faster, fusions),) = found
-    assert [fusion.template for fusion in fusions if fusion.refusal is None] == ["region"]
-    for one, other in zip(module(*inputs), faster(*inputs), strict=True):
-        torch.testing.assert_close(one, other)
+            return end.value
 
 
 def test_turns_take_a_tenth_of_any_second() -> None:
@@ -116,16 +123,17 @@ def test_of_a_worker_that_cannot_begin_the_reason_is_told(
     make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make("there.is.no.such.module")
-    ticket = worker.hand_over(trace(program, [torch.randn(4)]))
+    inputs = [torch.randn(4)]
+    ticket = worker.hand_over(trace(program, inputs), inputs)
     wait_for(worker, ticket)
-    assert ticket.programs is None
+    assert ticket.found == []
     assert ticket.failure is not None
     assert ticket.ends == 1
 
 
 def test_who_does_not_wait_any_more_keeps_nobody_else_waiting(make: Callable[..., Worker]) -> None:
     worker, module = make("tests.kitsune.engine.worker.plant"), trace(lambda x: [x.exp()], [torch.randn(64)])
-    first, second = worker.hand_over(module), worker.hand_over(module)
+    first, second = (worker.hand_over(module, [torch.randn(64)]) for _ in range(2))
     worker.cancel(first)
     wait_for(worker, second)
     assert second.failure is None
