@@ -6,7 +6,8 @@ import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ from kitsune.kernels.inductor import PROGRAMS
 from kitsune.kernels.regions import Code
 from kitsune.passes import pipeline
 from kitsune.passes.channels_last import channels_last
-from kitsune.passes.compose_updates import compose_updates
-from kitsune.passes.programs import called, program_operator
+from kitsune.passes.compose_updates import compose_updates, is_update
+from kitsune.passes.programs import part, program_operator
 from kitsune.passes.regions import INDUCTOR, Fused, fuse_regions
 from kitsune.passes.spare_copies import spare_copies
 from kitsune.plan import Fusion
@@ -57,24 +58,32 @@ Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
 """Yields what is done in the background; to be resumed when that is over."""
 
 
-GENERATED = "generated program"
-"""The name of the fusion of all operators."""
+GENERATED = "generated code"
+"""The beginning of the names of fusions of all operators, or nearly all."""
 
 
-def generated(module: fx.GraphModule, cache: CostCache) -> Rewritten:
-    """`module`, a captured step, as one operator, for all of which Inductor generates code, updates included.
+def generated(module: fx.GraphModule, cache: CostCache) -> Iterator[Callable[[], Rewritten]]:
+    """Ways to make one operator of `module`, a captured step, for which Inductor generates code, the quickest first.
 
-    Raises:
-        Exception: Inductor does not compile it, or ended a process that tried that.
+    All but the update, for all parameters of which there are fused operators; and all of it.
+
+    Each may raise anything: Inductor does not compile it, or ended a process that tried that.
     """
-    cleared = pipeline.run(module, (*pipeline.CLEARING, ("compose updates", compose_updates)))
-    entry = f"program {graph_signature(cleared.graph)}"
+    cleared = pipeline.run(module, pipeline.CLEARING)
+    if any(is_update(node) for node in cleared.graph.nodes):
+        yield partial(_generated, cleared, is_update, cache, "all but the update")
+    composed = pipeline.run(cleared, (("compose updates", compose_updates),))
+    yield partial(_generated, composed, lambda _: False, cache, "the whole step")
+
+
+def _generated(module: fx.GraphModule, stays: Callable[[fx.Node], bool], cache: CostCache, what: str) -> Rewritten:
+    taken = part(module, stays)
+    entry = f"program {graph_signature(taken.module.graph)}"
     if cache.get(entry) == trials.KILLED_US:
         raise RuntimeError("it ended the process that compiled it, or hung there")
-    trials.trying("generated code for the whole program", {entry: trials.KILLED_US})
-    operators = tuple(node.name for node in module.graph.nodes if node.op == "call_function")
-    made = called(cleared, program_operator(cleared, PROGRAMS))
-    return made, (Fusion(GENERATED, operators, None, None, None),)
+    trials.trying(f"generated code for {what}", {entry: trials.KILLED_US})
+    made = taken.rebuilt(program_operator(taken.module, PROGRAMS))
+    return made, (Fusion(f"{GENERATED}, {what}", taken.names, None, None, None),)
 
 
 def rewriting(module: fx.GraphModule, device: torch.device, telling: Telling) -> Course:

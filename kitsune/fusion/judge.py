@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,8 @@ class Measured:
             if not agree(alone, self._device):
                 return self._never(key, "its results differ from those of what it would replace")
             inputs = examples(alone, self._device)
-            before_us, after_us = (self._time(module, inputs) for module in (alone.before, alone.after))
+            before_us = self._time(alone.before, inputs)
+            after_us = self._time(alone.after, inputs, before_us)
         except Exception as error:  # noqa: BLE001 - Triton and its compilers fail in many ways
             return self._failed(key, error)
         self._cache.put(f"{key} before", before_us)
@@ -97,9 +99,9 @@ class Measured:
         self._cache.put(f"{key} after", _NEVER_US)
         return Verdict(refusal)
 
-    def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
+    def _time(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], rival_us: float = math.inf) -> float:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS)
+            return device_us(lambda: module.forward(*inputs), self._device, limit_s=_SECONDS, rival_us=rival_us)
 
 
 def _tell(key: str, alone: Alone) -> None:

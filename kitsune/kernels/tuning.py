@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -162,11 +163,13 @@ def _fastest(key: str, forms: Sequence[C], run: Callable[[C], object], device: t
     new = [place for place, us in enumerate(_times_us(costs, entries)) if us is None]
     errors = _prepare([forms[place] for place in new], [entries[place] for place in new], run, device)
     failures = {place: error for place, error in zip(new, errors, strict=True) if error is not None}
+    best_us = min((us for us in _times_us(costs, entries) if us is not None), default=math.inf)
     for place in new:
         if place not in failures:
             _tell(entries[place])
-            us = device_us(lambda form=forms[place]: run(form), device, limit_s=0.05)  # type: ignore[misc]
+            us = device_us(partial(run, forms[place]), device, limit_s=0.05, rival_us=best_us)
             costs.put(entries[place], us)
+            best_us = min(best_us, us)
     if len(failures) < len(forms):
         for place in [place for place, error in failures.items() if is_of_compiler(error)]:
             costs.put(entries[place], _NEVER_US)

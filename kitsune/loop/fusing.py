@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -205,27 +206,33 @@ class _Here:
 
 
 class _InWorker:
-    """By the worker. What it has found is loaded piece by piece: generated code takes a while to load."""
+    """By the worker. A thread loads what it has found, beside the training: generated code takes seconds to load."""
 
     def __init__(
         self, ticket: Ticket, worker: Worker, mode: FakeTensorMode, refused: Callable[[Refusal], None]
     ) -> None:
         self._ticket, self._worker, self._mode, self._refused = ticket, worker, mode, refused
         self._num_taken = 0  # of what was found
-        self._loading: Generator[None, None, Rewritten] | None = None
+        self._loading: Background[Rewritten] | None = None
         self._arrived: list[Rewritten] = []
 
     def may_go_on(self) -> bool:
-        return self._has_more() or self._ticket.is_over or self._worker.may_look()
+        if self._loading is not None:
+            return self._loading.num_done > 0
+        return self._num_taken < len(self._ticket.found) or self._ticket.is_over or self._worker.may_look()
 
     def advance(self) -> bool:
-        if self._has_more():
-            self._load()
+        if self._loading is not None:
+            self._end_loading(self._loading)
+        elif self._num_taken < len(self._ticket.found):
+            load = partial(loaded, self._ticket.found[self._num_taken], self._mode, self._worker.device)
+            self._loading = Background([load], 1, _nothing)
+            self._num_taken += 1
         elif not self._ticket.is_over:
             self._worker.look()
             while self._ticket.refusals:
                 self._refused(self._ticket.refusals.pop(0))
-        if self._has_more() or not self._ticket.is_over:
+        if self._loading is not None or self._num_taken < len(self._ticket.found) or not self._ticket.is_over:
             return False
         if self._ticket.failure is not None:
             raise (RuntimeError if self._ticket.ends else _UnservedError)(self._ticket.failure)
@@ -236,6 +243,8 @@ class _InWorker:
         return arrived
 
     def describe(self) -> str:
+        if self._loading is not None:
+            return "a faster form of the captured step is being loaded"
         num_done, num_parts = self._ticket.progress
         compiled = f" ({num_done} of {num_parts} parts are compiled)" if num_parts else ""
         return f"faster forms are tried in a second process{compiled}; steps are replayed as captured meanwhile"
@@ -243,23 +252,15 @@ class _InWorker:
     def close(self) -> None:
         self._worker.cancel(self._ticket)
 
-    def _has_more(self) -> bool:
-        return self._loading is not None or self._num_taken < len(self._ticket.found)
-
-    def _load(self) -> None:
-        """Loads one piece. What cannot be loaded is left out."""
-        if self._loading is None:
-            self._loading = loaded(self._ticket.found[self._num_taken], self._mode)
-            self._num_taken += 1
+    def _end_loading(self, loading: Background[Rewritten]) -> None:
+        """What cannot be loaded is left out."""
         try:
-            next(self._loading)
-        except StopIteration as end:
-            self._arrived.append(end.value)
-            self._loading = None
+            self._arrived += loading.results()
         except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways
-            self._loading = None
             reason = f"a program that the second process has found cannot be loaded ({type(error).__name__}"
             self._refused(Refusal(f"{reason}: {first_line(error)})"))
-        except BaseException:  # an interrupt
-            self._loading, self._num_taken = None, self._num_taken - 1
-            raise
+        self._loading = None
+
+
+def _nothing() -> None:
+    """A thread that loads code comes to its end soon."""

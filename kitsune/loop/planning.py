@@ -59,8 +59,8 @@ class Planned:
 
     @property
     def is_generated(self) -> bool:
-        """Whether it is one operator, for all of which code was generated."""
-        return any(fusion.template == GENERATED for fusion in self.plan.fusions)
+        """Whether code was generated for all operators, or nearly all, as one."""
+        return any(fusion.template.startswith(GENERATED) for fusion in self.plan.fusions)
 
     def lowered(self, arena: Block, *, timed: bool = False) -> Lowered:
         """The graph as it runs by the plan, with as many bytes of `arena` as the plan says; for `timed` see `lower`."""
@@ -130,7 +130,7 @@ def rewritten(
             try:
                 refusal = _refuse_rewritten(module, graph, inputs)
                 if refusal is None:
-                    is_generated = any(fusion.template == GENERATED for fusion in fusions)
+                    is_generated = any(fusion.template.startswith(GENERATED) for fusion in fusions)
                     planned = in_order(graph, device, None if is_generated else inputs)
                     plans.append(_with_fusions(planned, fusions))
             except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways

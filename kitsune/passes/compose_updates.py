@@ -152,3 +152,8 @@ _COMPOSED: Mapping[object, Callable[[_Calls, Mapping[str, Any]], None]] = {
     _aten._fused_adamw_.tensor_lr: _torch_adamw,
     _aten._fused_sgd_.tensor_lr: _sgd,
 }
+
+
+def is_update(node: fx.Node) -> bool:
+    """Whether `node` is an update that can be composed."""
+    return node.target in _COMPOSED

@@ -6,14 +6,19 @@ on. Operators and their code live as long as the process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import getitem
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from operator import attrgetter, getitem
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from kitsune.graph import dataflow
+from kitsune.graph.dependencies import operations
+from kitsune.graph.serialize import dumped
 from kitsune.kernels.regions import Backend, Code, region_name
 
 NAMESPACE = "kitsune_programs"
@@ -22,7 +27,11 @@ NAMESPACE = "kitsune_programs"
 def program_name(module: fx.GraphModule, backend: Backend) -> str:
     """The name of the operator that computes `module`: equal for equal operators, constants and layouts."""
     inputs, outputs = _values(module)
-    return region_name(module, inputs, outputs, backend)
+    name = region_name(module, inputs, outputs, backend)
+    digest = hashlib.sha256(name.encode())
+    for node in module.graph.find_nodes(op="get_attr"):
+        digest.update(dumped(attrgetter(str(node.target))(module)))
+    return f"{backend.name}_{digest.hexdigest()[:24]}"
 
 
 def program_operator(module: fx.GraphModule, backend: Backend) -> torch._ops.OpOverload:
@@ -41,8 +50,9 @@ def program_operator(module: fx.GraphModule, backend: Backend) -> torch._ops.OpO
         if not outputs or any(node is None for node in dataflow.outputs(module.graph)):
             raise ValueError("a program returns tensors")
         taken = {dataflow.storage_of(tensor) for tensor in inputs}
-        if any(dataflow.storage_of(tensor) in taken for tensor in outputs):
-            raise ValueError("a program returns new tensors")
+        own = {dataflow.storage_of(tensor) for tensor in outputs}
+        if not taken.isdisjoint(own) or len(own) < len(outputs):
+            raise ValueError("a program returns new tensors, each in memory of its own")
         code = backend.compile(module, inputs)
         with _registering:
             if name not in _operators:
@@ -61,25 +71,75 @@ def written_places(module: fx.GraphModule) -> list[int]:
     return sorted(dataflow.written_inputs(module.graph))
 
 
-def called(module: fx.GraphModule, operator: torch._ops.OpOverload) -> fx.GraphModule:
-    """A graph with the inputs and results of `module` that calls its operator."""
-    graph = fx.Graph()
-    placeholders = []
-    for node in dataflow.placeholders(module.graph):
-        placeholders.append(graph.placeholder(node.name))
-        placeholders[-1].meta["val"] = node.meta["val"]
-    written = set(written_places(module))
-    first = [node for place, node in enumerate(placeholders) if place in written]
-    second = [node for place, node in enumerate(placeholders) if place not in written]
-    call = graph.call_function(operator, (first, second))
-    outputs = [node for node in dataflow.outputs(module.graph) if node is not None]
-    call.meta["val"] = [node.meta["val"] for node in outputs]
-    items = []
-    for place, node in enumerate(outputs):
-        items.append(graph.call_function(getitem, (call, place)))
-        items[-1].meta["val"] = node.meta["val"]
-    graph.output(items)
-    return fx.GraphModule({}, graph)
+class Part(NamedTuple):
+    """Operators of a graph that are to be one operator.
+
+    Attributes:
+        module: computes what others read of them.
+        names: the names of their nodes.
+        rebuilt: given the operator, makes the whole graph with a call of it.
+    """
+
+    module: fx.GraphModule
+    names: tuple[str, ...]
+    rebuilt: Callable[[torch._ops.OpOverload], fx.GraphModule]
+
+
+def part(module: fx.GraphModule, stays: Callable[[fx.Node], bool]) -> Part:
+    """All of `module` but the operators that stay, and those that must come after one of these."""
+    found = operations(module.graph)
+    later = set[int]()
+    for place, operation in enumerate(found.listed):
+        if stays(operation.node) or not later.isdisjoint(operation.after):
+            later.add(place)
+    inside = {node for place, one in enumerate(found.listed) if place not in later for node in one.nodes}
+    outside = [node for place in sorted(later) for node in found.listed[place].nodes]
+    early = [node for node in found.prologue if node.op not in ("placeholder", "get_attr")]  # views of inputs
+    output = module.graph.output_node()
+    read = dict.fromkeys(one for node in (*outside, output) for one in node.all_input_nodes if one in inside)
+    results = [node for node in read if isinstance(node.meta.get("val"), torch.Tensor)]
+    if len(results) < len(read):
+        raise ValueError("an operator that stays reads several results at once")
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node in inside or node in early or node.op in ("placeholder", "get_attr"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in results])
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "get_attr") and not node.users:
+            graph.erase_node(node)
+    made = fx.GraphModule(module, graph)
+    taken = [node for node in module.graph.nodes if node.op == "placeholder" and copies[node].users]
+    names = tuple(node.name for node in module.graph.nodes if node in inside and node.op == "call_function")
+    return Part(made, names, partial(_rebuilt, module, made, taken, results, {*early, *outside}))
+
+
+def _rebuilt(
+    module: fx.GraphModule,
+    made: fx.GraphModule,
+    taken: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    kept: Collection[fx.Node],
+    target: torch._ops.OpOverload,
+) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    written = set(written_places(made))
+    first = [copies[node] for place, node in enumerate(taken) if place in written]
+    second = [copies[node] for place, node in enumerate(taken) if place not in written]
+    call = graph.call_function(target, (first, second))
+    call.meta["val"] = [node.meta["val"] for node in results]
+    for place, node in enumerate(results):
+        copies[node] = graph.create_node("call_function", getitem, (call, place), name=node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    for node in module.graph.nodes:
+        if node in kept:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    (output,) = module.graph.output_node().args
+    graph.output(fx.map_arg(output, copies.__getitem__))
+    return fx.GraphModule(module, graph)
 
 
 _operators: dict[str, torch._ops.OpOverload] = {}

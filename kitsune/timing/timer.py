@@ -16,7 +16,7 @@ from kitsune.device import synchronize
 from kitsune.timing.busy import keep_busy
 from kitsune.timing.turns import turn
 
-_BLOCK_US = 400.0  # CUDA events are 0.5 to 1 us wide and a replay starts in about 5 us: 1% of a block
+_BLOCK_US = 200.0  # CUDA events are 0.5 to 1 us wide: half a percent of a block
 _MOST_CALLS = 32  # enqueuing them takes the host much longer than a short kernel takes the device
 _NUM_BLOCKS = 5
 _REPEATS = 128  # in a graph
@@ -24,8 +24,14 @@ _FIRST_PACE_US = 30.0
 _HEAD_START = 1.5  # of what the host is expected to take
 _TRIES = 3
 
+# What takes so many times as long as a rival is not timed any further; of one call alone the events' width counts.
+_CLEARLY_SLOWER = 1.25
+_WIDTH_US = 4.0
 
-def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float = 1.0) -> float:
+
+def device_us(
+    run: Callable[[], object], device: torch.device, *, limit_s: float = 1.0, rival_us: float = math.inf
+) -> float:
     """Microseconds of `device` for one call of `run` among many back to back: of several blocks the median.
 
     Caches are warm, as inside a step. The gap to the next kernel is part of it: who wants the kernels
@@ -44,20 +50,25 @@ def device_us(run: Callable[[], object], device: torch.device, *, limit_s: float
     Args:
         run: called often; whatever it writes, it writes again and again.
         limit_s: no further block is begun after this many seconds. One is always timed.
+        rival_us: what something else takes that does the same. What is clearly slower is timed less exactly.
     """
     wait_until_quiet()
     with turn():
-        return _device_us(run, device, limit_s)
+        return _device_us(run, device, limit_s, rival_us)
 
 
-def _device_us(run: Callable[[], object], device: torch.device, limit_s: float) -> float:
+def _device_us(run: Callable[[], object], device: torch.device, limit_s: float, rival_us: float) -> float:
     deadline = time.perf_counter() + limit_s
     block = _CudaBlocks(run, device) if device.type == "cuda" else functools.partial(_cpu_block, run)
     run()  # loads kernels, chooses algorithms, fills caches
     num_calls, us = 1, block(1)
+    if us > _CLEARLY_SLOWER * rival_us + _WIDTH_US:
+        return us
     while us < _BLOCK_US and num_calls < _MOST_CALLS:
         num_calls = min(_MOST_CALLS, max(2 * num_calls, math.ceil(num_calls * _BLOCK_US / max(us, 1.0))))
         us = block(num_calls)
+    if us / num_calls > _CLEARLY_SLOWER * rival_us:
+        return us / num_calls
     blocks = [us]
     while len(blocks) < _NUM_BLOCKS and time.perf_counter() < deadline:
         blocks.append(block(num_calls))

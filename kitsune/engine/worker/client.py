@@ -118,11 +118,12 @@ class Worker:
         modules: that the process imports before it works, as those that define operators of programs.
 
     Attributes:
+        device: as above.
         turn_seconds: for which the training has waited so far.
     """
 
     def __init__(self, device: torch.device, modules: Sequence[str] = ()) -> None:
-        self._device, self._modules = device, modules
+        self.device, self._modules = device, modules
         self._slices = Slices()
         self._tickets: deque[Ticket] = deque()  # the first one is in work, or about to be
         self._number = 0
@@ -169,12 +170,12 @@ class Worker:
             TypeError, ValueError: it cannot be handed over.
         """
         self._number += 1
-        uuid = str(torch.cuda.get_device_properties(self._device).uuid) if self._device.type == "cuda" else ""
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
         ticket = Ticket(
             Job(
                 number=self._number,
                 program=packed(module),
-                device=self._device,
+                device=self.device,
                 uuid=uuid,
                 switches=switches(),
                 inductor=_inductor(),
@@ -278,7 +279,7 @@ class Worker:
         ticket = self._tickets.popleft()
         assert ticket.job.number == message.number
         if isinstance(message, Result):
-            CostCache.of(self._device).adopt(message.costs)
+            CostCache.of(self.device).adopt(message.costs)
             ticket.is_done = True
         else:
             ticket.failure = message.reason
@@ -287,7 +288,7 @@ class Worker:
     def _grant(self) -> None:
         """Lets the worker have the device for a slice of time."""
         begun = time.perf_counter()
-        synchronize(self._device)
+        synchronize(self.device)
         while self._wants_turn and time.perf_counter() - begun < _SLICE_SECONDS:
             self._wants_turn = False
             self._send(Go())
@@ -312,7 +313,7 @@ class Worker:
         ticket.ends += 1
         _log.info("the process that tries kernels is started anew: %s", reason)
         if ticket.job.is_careful and trying is not None:
-            costs = CostCache.of(self._device)
+            costs = CostCache.of(self.device)
             costs.adopt(trying.costs)
             costs.save()
             ended = "did not come to an end" if reason == "it says nothing" else "ended the process that tried it"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from contextlib import nullcontext
 
+import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch._subclasses import FakeTensorMode
 
+from kitsune.device import leave_recordings_alone
 from kitsune.engine.rewriting import Rewritten
 from kitsune.engine.worker.messages import Faster, Region
 from kitsune.errors import Refusal
@@ -15,18 +18,21 @@ from kitsune.kernels.regions import region_operator
 from kitsune.passes.programs import program_operator
 
 
-def loaded(one: Faster, mode: FakeTensorMode) -> Generator[None, None, Rewritten]:
-    """A program that the worker has found, with the generated operators that it calls. Yields after each of them.
+def loaded(one: Faster, mode: FakeTensorMode, device: torch.device) -> Rewritten:
+    """A program that the worker has found, with the generated operators that it calls; on any thread.
 
     Args:
         mode: of the program's values.
+        device: where it runs.
 
     Raises:
         Exception: it cannot be loaded here; compilers fail in many ways.
     """
-    for region in one.regions:
-        _load(region, mode)
-        yield
+    leave_recordings_alone(device)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with compile_lock, on_device, torch.no_grad():  # Inductor's options are those of the process
+        for region in one.regions:
+            _load(region, mode)
     return unpacked(one.program, mode), one.fusions
 
 

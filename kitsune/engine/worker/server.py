@@ -112,16 +112,17 @@ class Server:
 
     def _generate(self, module: fx.GraphModule, job: Job) -> None:
         """Has code generated for all of the program."""
-        try:
-            found = generated(module, CostCache.of(job.device))
-            self._run(found, job)
-        except _Cancelled:
-            raise
-        except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways, and the rest is tried
-            reason = f"no code was generated for the program as a whole ({type(error).__name__}: {first_line(error)})"
-            self._send(Told(logging.INFO, reason))
-            return
-        self._send(Found(job.number, _faster(found)))
+        for make in generated(module, CostCache.of(job.device)):
+            try:
+                found = make()
+                self._run(found, job)
+            except _Cancelled:
+                raise
+            except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways, and the rest is tried
+                reason = f"no code for the program as a whole ({type(error).__name__}: {first_line(error)})"
+                self._send(Told(logging.INFO, reason))
+            else:
+                self._send(Found(job.number, _faster(found)))
 
     def _run(self, rewritten: Rewritten, job: Job) -> None:
         """Runs a program once on inputs as those that it will get, before the training does."""

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from kitsune.capture.trace import trace
-from kitsune.engine.rewriting import Rewritten
 from kitsune.engine.worker import client
 from kitsune.engine.worker.client import Slices, Ticket, Worker
 from kitsune.engine.worker.delivery import loaded
-from kitsune.engine.worker.messages import Faster
 from kitsune.graph.values import mode_of
 
 CPU = torch.device("cpu")
@@ -88,21 +85,12 @@ def test_a_program_is_made_faster_beside_the_training(make: Callable[..., Worker
     ticket = worker.hand_over(module, inputs, is_whole=True)
     wait_for(worker, ticket)
     assert ticket.failure is None
-    found = [load(one, mode_of(module.graph)) for one in ticket.found]
+    found = [loaded(one, mode_of(module.graph), CPU) for one in ticket.found]
     used = [[fusion.template for fusion in fusions if fusion.refusal is None] for _, fusions in found]
-    assert used == [["generated program"], ["region"]]
+    assert used == [["generated code, the whole step"], ["region"]]
     for faster, _ in found:
         for one, other in zip(module(*inputs), faster(*inputs), strict=True):
             torch.testing.assert_close(one, other)
-
-
-def load(one: Faster, mode: FakeTensorMode) -> Rewritten:
-    loading = loaded(one, mode)
-    while True:
-        try:
-            next(loading)
-        except StopIteration as end:
-            return end.value
 
 
 def test_turns_take_a_tenth_of_any_second() -> None:
