@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from harness import context, workloads
 from harness.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, WHOLE
 from harness.replay_plans import ReplayPlan
 from harness.variants.catalogue import Precision, Variant
+from models.workload import Inputs, map_tensors
 
 _NUM_BATCHES = 8
 _SEED = 0
@@ -29,8 +31,8 @@ class Ingredients:
     """Everything a training starts from, on the device and in the variant's layout."""
 
     model: nn.Module
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    batches: tuple[tuple[Tensor, Tensor], ...]
+    loss_fn: Callable[[Any, Tensor], Tensor]
+    batches: tuple[tuple[Inputs, Tensor], ...]
     learning_rate: float
     precision: Precision
     device: torch.device
@@ -67,11 +69,16 @@ def ingredients(variant: Variant, workload: models.Workload, batch_size: int, de
     batches = [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
     if layout is torch.channels_last:
         module = module.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs omit this overload
-        batches = [(x.to(memory_format=layout), y) for x, y in batches]
+        batches = [(map_tensors(_channels_last, x), y) for x, y in batches]
     return Ingredients(module, workload.loss_fn, tuple(batches), workload.learning_rate, variant.precision, device)
 
 
-def compiled(variant: Variant, model: nn.Module) -> Callable[[Tensor], Tensor]:
+def _channels_last(tensor: Tensor) -> Tensor:
+    """The tensor, laid out channels last if it holds images."""
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def compiled(variant: Variant, model: nn.Module) -> Callable[[Inputs], Any]:
     """The model, compiled if the variant says so."""
     return model if variant.compile_mode is None else torch.compile(model, mode=variant.compile_mode)
 
@@ -125,7 +132,7 @@ class Training(ABC):
         """The plan by which it replays at present, without measuring anything; None for those that tell of none."""
         return None
 
-    def _take(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _take(self, steps: int) -> Iterator[tuple[Inputs, Tensor]]:
         batches = self._ingredients.batches
         for _ in range(steps):
             yield batches[self._next_batch]
@@ -138,7 +145,7 @@ class LoopTraining(Training):
     def __init__(
         self,
         ingredients: Ingredients,
-        model: Callable[[Tensor], Tensor],
+        model: Callable[[Inputs], Any],
         optimizer: torch.optim.Optimizer,
         settles_after: int = 1,
     ) -> None:

@@ -13,15 +13,6 @@ LARGE = models.names(large=True)[len(models.names()) :]
 EVERY = [*models.names(), *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
 
 
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A workload that can be built here."""
-    reason = models.missing(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return str(request.param)
-
-
 def state(module: torch.nn.Module) -> list[torch.Tensor]:
     return list(module.state_dict().values())
 
@@ -48,8 +39,13 @@ def test_names_are_the_choices() -> None:
     assert models.names() == ("mlp", "lenet", "resnet18")
     assert models.names(large=True) == (*models.names(), "resnet50", "vit_b_16", "bert_base", "gpt2_small")
     for function in (models.build, models.missing):
-        with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of: mlp, lenet, .*, gpt2_small$"):
+        with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of: mlp, lenet, .*, gpt2_small, .*, dlrm"):
             function("vgg")
+
+
+def test_one_size_alone_is_not_tiny() -> None:
+    with pytest.raises(ValueError, match=r"'lenet' has one size; .* of the zoo alone: diffusion_unet, dlrm"):
+        models.build("lenet", tiny=True)
 
 
 @pytest.mark.parametrize("name", EVERY, indirect=True)
