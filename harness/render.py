@@ -30,12 +30,15 @@ from harness.tables import (
     skip_table,
     variant_table,
 )
+from harness.zoo_tables import zoo_table
 
 JSON_SCHEMA = 2
 """Raised when a field of the JSON document changes its meaning or goes away."""
 
 _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m", Tone.FAINT: "\x1b[2m"}
 _UNPAINT = "\x1b[0m"
+_PEER_MARK_MEANS = "* fastest in its precision among the variants that are not Kitsune's"
+_ZOO_TITLE = "The zoo: models of many kinds, each beside its best peer"
 
 
 def text(
@@ -52,7 +55,11 @@ def text(
     variants = variant_table(shown)
     parts = [verdict_line(comparison), _header(comparison)]
     if variants.rows:
-        parts += [text_table(variants.on(Medium.TEXT), colour), *_summary_lines(comparison)]
+        parts += [text_table(variants.on(Medium.TEXT), colour), _PEER_MARK_MEANS, *_summary_lines(comparison.summaries)]
+    zoo = zoo_table(shown)
+    if zoo.rows:
+        parts += ["", _ZOO_TITLE, "", text_table(zoo.on(Medium.TEXT), colour)]
+        parts += _summary_lines(comparison.zoo_summaries)
     for title, table in _change_tables(shown):
         parts += ["", title, "", text_table(table.on(Medium.TEXT), colour)]
     divided = phase_table(shown)
@@ -80,7 +87,11 @@ def markdown(comparison: Comparison, *, shown: Comparison | None = None, command
     variants = variant_table(shown)
     if variants.rows:
         parts += ["", "### Variants", "", markdown_table(variants.on(Medium.TEXT)), ""]
-        parts += [escaped(line) + "  " for line in _summary_lines(comparison) if line]
+        parts += [escaped(line) + "  " for line in (_PEER_MARK_MEANS, *_summary_lines(comparison.summaries))]
+    zoo = zoo_table(shown)
+    if zoo.rows:
+        parts += ["", f"### {_ZOO_TITLE}", "", markdown_table(zoo.on(Medium.TEXT)), ""]
+        parts += [escaped(line) + "  " for line in _summary_lines(comparison.zoo_summaries)]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison.damage))):
         if table.rows:
             parts += ["", f"### {title}", "", markdown_table(table)]
@@ -124,6 +135,7 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
             for entry in comparison.environment_changes
         ],
         "summaries": [_summary_fields(summary) for summary in comparison.summaries],
+        "zoo_summaries": [_summary_fields(summary) for summary in comparison.zoo_summaries],
         "skips": [
             {
                 "status": group.status,
@@ -177,9 +189,9 @@ def _header(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary_lines(comparison: Comparison) -> list[str]:
-    lines = ["* fastest in its precision among the variants that are not Kitsune's"]
-    for summary in comparison.summaries:
+def _summary_lines(summaries: Sequence[Summary]) -> list[str]:
+    lines = []
+    for summary in summaries:
         peer = summary.over_peer
         over_peer = "" if peer is None else f", {formats.speedup(peer)} over the best peer"
         lines.append(

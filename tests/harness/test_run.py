@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from harness import asv_process, environment, profiles, project, run, run_plan, variants
-from harness.benchmarks.training import Training
 from harness.interruptions import Interrupted
 from harness.progress import Watch
 from harness.project import Project
@@ -89,14 +88,14 @@ def chosen(plan: Plan, track: str) -> set[tuple[str, str]]:
     patterns = [re.compile(pattern) for pattern in plan.patterns()]
     return {
         (variant, case)
-        for variant in Training.params[0]
-        for case in Training.params[1]
+        for variant in variants.names()
+        for case in dict.fromkeys(case.name for case in (*profiles.CASES, *profiles.ZOO))
         if any(pattern.search(f"training.Training.{track}({variant!r}, {case!r})") for pattern in patterns)
     }
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("profile", ["quick", "sweep", "full"])
+@pytest.mark.parametrize("profile", ["quick", "sweep", "full", "zoo"])
 def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
     profile: profiles.Name, device_type: profiles.DeviceType
 ) -> None:
