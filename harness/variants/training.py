@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +67,28 @@ def ingredients(variant: Variant, workload: models.Workload, batch_size: int, de
     if workload.channels_last and variant.uses_channels_last(device.type):
         layout = torch.channels_last
     module = workload.module.to(device)
-    batches = [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
+    batches = _batches(workload, batch_size, device)
     if layout is torch.channels_last:
         module = module.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs omit this overload
         batches = [(map_tensors(_channels_last, x), y) for x, y in batches]
     return Ingredients(module, workload.loss_fn, tuple(batches), workload.learning_rate, variant.precision, device)
+
+
+def _batches(workload: models.Workload, batch_size: int, device: torch.device) -> Sequence[tuple[Inputs, Tensor]]:
+    """The batches on the device, in memory of their own. On a GPU the variants of a process share what is drawn for the
+    harness's own models: images take seconds.
+    """
+    is_ours = workload.name in (*models.names(large=True), *models.names(zoo=True))
+    if device.type == "cpu" or not is_ours:
+        return [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
+    drawn = _drawn(workload.data, batch_size)
+    return [(map_tensors(lambda tensor: tensor.to(device), x), y.to(device)) for x, y in drawn]
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn(data: models.Data, batch_size: int) -> tuple[tuple[Inputs, Tensor], ...]:
+    """The batches on the CPU of a data set whose value alone decides them."""
+    return tuple(data.batch(batch_size, index=index) for index in range(_NUM_BATCHES))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:

@@ -98,6 +98,17 @@ def test_what_is_measured_can_be_narrowed_down() -> None:
     assert [case.name for case in found.cases("cpu")] == ["mlp-b64", "lenet-b64"]
 
 
+def test_the_zoo_is_measured_by_its_profile_or_by_name() -> None:
+    for variables, expected in (
+        ({}, False),
+        ({"HARNESS_PROFILE": "full"}, False),
+        ({"HARNESS_PROFILE": "zoo"}, True),
+        ({"HARNESS_PROFILE": "zoo", "HARNESS_CASES": "mlp-b64"}, False),
+        ({"HARNESS_CASES": "mlp-b64 dlrm-b2048"}, True),
+    ):
+        assert context.measures_zoo(variables) is expected
+
+
 @pytest.mark.parametrize(("name", "words"), [("CASES", "no case 'x'; there are"), ("VARIANTS", "no variant 'x'")])
 def test_unknown_names_are_told(name: str, words: str) -> None:
     with pytest.raises(context.ContextError, match=words):

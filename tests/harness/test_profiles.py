@@ -68,11 +68,8 @@ def test_the_quick_profile_on_a_gpu_measures_the_default_sizes_at_all_commits() 
         for variant in variants.VARIANTS.values():
             now, before = (profiles.left_out("quick", case, variant, at_head=at_head) for at_head in (True, False))
             if "max_autotune" in variant.name:
-                assert (
-                    now
-                    == before
-                    == "takes too long to set up for the quick profile; the zoo's and the full profile measure it"
-                )
+                assert now == before
+                assert "too long to set up" in str(now)
                 continue
             assert now is None
             assert before == (None if variant.name in EARLIER else "measured at HEAD only")
@@ -164,9 +161,8 @@ def test_the_zoo_is_measured_by_its_own_profile_alone(device_type: profiles.Devi
         assert set(cases).isdisjoint(profiles.cases(profile, device_type))
     for variant in variants.VARIANTS.values():
         reason = profiles.left_out("zoo", cases[0], variant, at_head=True)
-        assert reason == (
-            None if variant.name in profiles.ZOO_VARIANTS[device_type] else "not part of the zoo's profile"
-        )
+        is_measured = variant.name in profiles.ZOO_VARIANTS[device_type]
+        assert reason == (None if is_measured else "not part of the zoo's profile")
         assert profiles.needs_profile("zoo", variant, at_head=False)
     assert not profiles.needs_second_setup("zoo", at_head=True)
 

@@ -114,6 +114,24 @@ def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
     }
 
 
+def test_models_of_the_zoo_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "visible_gpu", lambda: None)
+    monkeypatch.setattr(environment, "write_asv_machine_file", lambda: "here")
+    monkeypatch.setattr(project, "here", lambda: Project(ROOT, tmp_path, is_kitsune=True))
+    given = ["HEAD", "--profile", "zoo", "--model", "clip,dlrm", "--model", "vae"]
+    found = run_plan.plan_of(run._parser().parse_args(given))
+    assert found.selection.cases == ("dlrm-b64", "vae-b8", "clip-b4")
+    assert {case for _, case in chosen(found, "track_step_seconds")} == set(found.selection.cases)
+    with pytest.raises(ValueError, match="the quick profile has no model 'clip' here; it has mlp, lenet, resnet18"):
+        run_plan.plan_of(run._parser().parse_args(["HEAD", "--model", "clip"]))
+
+
+def test_models_and_cases_are_not_chosen_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--model", "mlp", "--case", "mlp-b64"])
+    assert "--model and --case both choose what is measured: give one of them" in capsys.readouterr().err
+
+
 def test_phases_are_steps_of_their_own_where_they_are_asked_for() -> None:
     plain, divided = (plan_of("quick", "cpu", phases=asked) for asked in (False, True))
     assert (plain.variables(Path("p"))["HARNESS_PHASES"], divided.variables(Path("p"))["HARNESS_PHASES"]) == ("", "1")

@@ -8,6 +8,7 @@ import torch
 import models
 from models import bert, gpt2
 from models.mlp import MLP
+from models.workload import map_tensors, tensors_of
 
 LARGE = models.names(large=True)[len(models.names()) :]
 EVERY = [*models.names(), *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
@@ -134,6 +135,15 @@ def test_resnet_has_the_cifar_stem() -> None:
     assert (stem.kernel_size, stem.stride, stem.padding, stem.bias) == ((3, 3), (1, 1), (1, 1), None)
     features = torch.nn.Sequential(*list(module.children())[:-2])
     assert features(torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+
+
+def test_what_a_module_is_given_can_be_changed_whether_it_is_one_tensor_or_several() -> None:
+    one, two = torch.ones(2), torch.zeros(3)
+    assert tensors_of(one) == (one,)
+    assert tensors_of((one, two)) == (one, two)
+    assert torch.equal(tensors_of(map_tensors(torch.neg, one))[0], -one)
+    changed = map_tensors(lambda tensor: tensor + 1, (one, two))
+    assert [tensor.tolist() for tensor in tensors_of(changed)] == [[2, 2], [1, 1, 1]]
 
 
 def test_mlp_takes_other_sizes() -> None:
