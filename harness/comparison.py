@@ -196,6 +196,8 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
         inactive_split_bytes=None if profile is None else profile.inactive_split_bytes,
+        continuation=None if profile is None else profile.continuation,
+        continuation_missing=None if profile is None else profile.continuation_missing,
         modes=Counter(entry.modes[variant] for entry in measured.rounds[case] if variant in entry.modes),
     )
 

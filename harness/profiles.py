@@ -146,6 +146,9 @@ _ZOO_BATCHES: Mapping[str, tuple[int, int]] = {
 ZOO_LOSS_STEPS = 20
 """After so many steps the losses of the zoo's models are compared."""
 
+CONTINUED_STEPS = 20
+"""So many steps show whether a variant in its steady state trains as eager does from the same state."""
+
 ZOO_MODELS = tuple(_ZOO_BATCHES)
 
 _DEVICE_TYPES: tuple[DeviceType, ...] = ("cpu", "cuda")
@@ -386,6 +389,13 @@ def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) ->
     if variant.is_diagnostic:
         return False
     return at_head or variant.is_kitsune or variant.family == "eager"
+
+
+def needs_continuation(profile: Name) -> bool:
+    """Whether variants in their steady state are held against eager from the same state: on models of the zoo, of which
+    less is known.
+    """
+    return profile == "zoo"
 
 
 def needs_second_setup(profile: Name, *, at_head: bool) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from harness import formats
+from harness.continuation import Continuation
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.metrics import word
 from harness.names import label
@@ -296,6 +297,7 @@ def _row_fields(row: Row) -> dict[str, object]:
         "peer_ratio": estimate_fields(row.peer_ratio),
         "peer_verdict": None if row.peer_verdict is None else row.peer_verdict.value,
         "parity": None if row.parity is None else row.parity.value,
+        "continuation": _continuation_fields(row.continuation),
         "kitsune": None if row.kitsune is None else dict(row.kitsune),
         "modes": dict(row.modes),
         "fragmentation_bytes": row.fragmentation_bytes,
@@ -306,6 +308,15 @@ def _row_fields(row: Row) -> dict[str, object]:
     if row.loss_gap is not None and not math.isfinite(row.loss_gap):
         fields["loss_gap"] = None
     return fields
+
+
+def _continuation_fields(found: Continuation | None) -> dict[str, object] | None:
+    """The losses and what is made of them; a difference that is infinite is null."""
+    if found is None:
+        return None
+    derived = {"gap": found.gap, "noise": found.noise}
+    finite = {name: value if math.isfinite(value) else None for name, value in derived.items()}
+    return {**vars(found), **finite, "agrees": found.agrees}
 
 
 def _change_fields(change: Change) -> dict[str, object]:

@@ -10,6 +10,7 @@ from datetime import datetime
 from enum import Enum
 
 from harness.breakdown import Breakdown
+from harness.continuation import Continuation
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.memory_timeline import MemoryTimeline
 from harness.names import is_diagnostic, is_kitsune, is_product, reference_of
@@ -76,7 +77,8 @@ class Row:
     earns that set-up back, None where it is not clearly faster or slower than eager. ``first_replay_s`` and
     ``warm_first_replay_s`` are the part of each until the end of the first step that Kitsune replayed; None where it
     replayed none, and of peers. ``loss_gap`` is from eager in float32, or where that was not measured in the same
-    precision.
+    precision. ``continuation`` is how it went on from a given state beside eager, where that was asked for, or else
+    ``continuation_missing`` says why it could not.
     """
 
     case: Case
@@ -106,6 +108,8 @@ class Row:
     parity: Parity | None
     kitsune: Mapping[str, object] | None
     inactive_split_bytes: int | None = None
+    continuation: Continuation | None = None
+    continuation_missing: str | None = None
     modes: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -50,6 +50,13 @@ def zoo_table(comparison: Comparison) -> Table:
         Column("waited", "seconds for which training has waited for Kitsune's set-up, trials included", numeric=True),
         Column("first replay", "seconds until the end of the first step that Kitsune replayed", numeric=True),
         Column("memory", "peak bytes allocated to tensors; on a CPU, resident", numeric=True),
+        Column(
+            "loss apart",
+            "the largest relative difference in loss from eager, step by step, when both go on from the same state; in"
+            " brackets that of eager and itself",
+            numeric=True,
+        ),
+        Column("of it replayed", "how many of these steps Kitsune replayed", numeric=True),
         LOSS_COLUMN,
         Column("how it ran", "replayed; or else why Kitsune steps aside, or why this was not measured"),
     )
@@ -95,6 +102,7 @@ def _cells(row: Row, rows: Mapping[_Key, Row]) -> tuple[Cell, ...]:
         Cell(formats.seconds(seconds), seconds),
         Cell(formats.seconds(row.first_replay_s), row.first_replay_s),
         memory_cell(row),
+        *_continuation_cells(row),
         loss_cell(row),
         _manner_cell(row),
     )
@@ -102,7 +110,7 @@ def _cells(row: Row, rows: Mapping[_Key, Row]) -> tuple[Cell, ...]:
 
 def _unmeasured_cells(case: Case, variant: str, reason: str) -> tuple[Cell, ...]:
     unknown = (_NOTHING,) * 4
-    rest = (_NOTHING, Cell(""), *(_NOTHING,) * 5)
+    rest = (_NOTHING, Cell(""), *(_NOTHING,) * 7)
     tone = Tone.BAD if reason.startswith("failed") else Tone.FAINT
     return (
         *case_cells(case),
@@ -123,6 +131,18 @@ def _setup_cell(peer: Row) -> Cell:
     if peer.setup_s is None and peer.warm_setup_s is not None:
         return Cell(f"{formats.seconds(peer.warm_setup_s)} (warm)", peer.warm_setup_s)
     return Cell(formats.seconds(peer.setup_s), peer.setup_s)
+
+
+def _continuation_cells(row: Row) -> tuple[Cell, Cell]:
+    """How far apart losses from the same state are, and how many of the steps were replayed."""
+    found = row.continuation
+    if found is None:
+        missing = row.continuation_missing
+        return _NOTHING if missing is None else Cell(formats.one_line(missing), tone=Tone.BAD), _NOTHING
+    gap, noise = (formats.small_share(value) for value in (found.gap, found.noise))
+    tone = Tone.PLAIN if found.agrees else Tone.BAD
+    apart = Cell(f"{gap} [{noise}]{'' if found.agrees else ' differs'}", found.gap, tone)
+    return apart, Cell(f"{found.num_replays} of {len(found.losses)}", found.num_replays)
 
 
 def _manner_cell(row: Row) -> Cell:

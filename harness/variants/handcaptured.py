@@ -34,6 +34,10 @@ class HandCapturedTraining(Training):
     def settled(self) -> bool:
         return self._graph is not None
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
     def _run(self, steps: int) -> Tensor:
         static = (*tensors_of(self._x), self._y)
         for x, y in self._take(steps):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +78,11 @@ def _batches(workload: models.Workload, batch_size: int, device: torch.device) -
     """The batches on the device, in memory of their own. On a GPU the variants of a process share what is drawn for the
     harness's own models: images take seconds.
     """
+    data = workload.data
     is_ours = workload.name in (*models.names(large=True), *models.names(zoo=True))
-    if device.type == "cpu" or not is_ours:
+    if device.type == "cpu" or not is_ours or not isinstance(data, Hashable):
         return [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
-    drawn = _drawn(workload.data, batch_size)
+    drawn = _drawn(data, batch_size)
     return [(map_tensors(lambda tensor: tensor.to(device), x), y.to(device)) for x, y in drawn]
 
 
@@ -134,9 +135,23 @@ class Training(ABC):
         return True
 
     @property
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the parameters."""
+
+    def weights(self) -> Sequence[Tensor]:
+        """The parameters and buffers, as they are: to be read, or written to in place."""
+        return tuple(self._ingredients.model.state_dict().values())
+
+    @property
+    def num_replays(self) -> int:
+        """How many of the steps taken so far Kitsune has replayed; 0 for its peers."""
+        return 0
+
+    @property
     def has_replayed(self) -> bool:
-        """Whether Kitsune has replayed any of the steps taken so far; False for its peers."""
-        return False
+        """Whether it was any."""
+        return self.num_replays > 0
 
     def status(self) -> Mapping[str, object] | None:
         """What the variant says of itself, as JSON can hold it; None for those that say nothing."""
@@ -171,6 +186,15 @@ class LoopTraining(Training):
         self._model = model
         self._optimizer = optimizer
         self._steps_to_settle = settles_after
+
+    def take_over(self, optimizer_state: dict[str, Any], other: Training) -> None:
+        """Goes on with an optimizer's state, which becomes this one's own, and with the other's next batch."""
+        self._optimizer.load_state_dict(optimizer_state)
+        self._next_batch = other._next_batch
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
 
     @property
     def settled(self) -> bool:

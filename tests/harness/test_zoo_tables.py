@@ -1,6 +1,7 @@
 """The table of the zoo: what stands in it, and where."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,25 @@ def test_losses_are_held_against_eager_in_the_same_precision(comparison: Compari
             assert row.loss_gap == 0
 
 
+def test_losses_from_the_same_state_are_told_with_what_eager_differs_from_itself(comparison: Comparison) -> None:
+    row = cells(comparison, "policy_value", "kitsune_trainstep_amp")
+    assert (row["loss apart"].text, row["loss apart"].tone) == ("0.1% [0.05%]", Tone.PLAIN)
+    assert row["of it replayed"].text == "20 of 20"
+    wrong = cells(comparison, "policy_value", "kitsune_dropin_amp")["loss apart"]
+    assert (wrong.text, wrong.tone) == ("30% [0.05%] differs", Tone.BAD)
+    assert cells(comparison, "lstm", "kitsune_dropin_amp")["of it replayed"].text == "0 of 20"
+
+
+def test_why_a_variant_could_not_go_on_is_told(comparison: Comparison) -> None:
+    rows = tuple(
+        replace(row, continuation=None, continuation_missing="it could not go on: out of luck")
+        for row in comparison.rows
+    )
+    row = cells(replace(comparison, rows=rows), "dlrm", "kitsune_dropin_amp")
+    assert row["loss apart"].text == "it could not go on: out of luck"
+    assert row["of it replayed"].text == "—"
+
+
 def test_where_kitsune_loses_it_is_said(comparison: Comparison) -> None:
     row = cells(comparison, "lstm", "kitsune_trainstep_amp")
     assert (row["verdict"].text, row["verdict"].tone) == ("slower", Tone.BAD)
@@ -100,6 +120,9 @@ def test_all_outputs_show_it(comparison: Comparison) -> None:
         assert shown.count("geometric mean of 3 cases") == 2 * len(FORMS)
     document = json.loads(render.json_document(comparison))
     assert [entry["variant"] for entry in document["zoo_summaries"]] == FORMS
+    told = {(row["case"]["model"], row["variant"]): row["continuation"] for row in document["rows"]}
+    wrong = told["policy_value", "kitsune_dropin_amp"]
+    assert (round(wrong["gap"], 3), wrong["agrees"], wrong["num_replays"]) == (0.3, False, 20)
     page = html_page(comparison)
     assert '<section id="zoo">' in page
     assert "a recurrent layer of torch is called" in page
