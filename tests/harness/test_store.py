@@ -146,7 +146,7 @@ CONTINUATION = {"losses": [2.0, None], "eager": [2.0, 1.0], "eager_again": [2.0,
     ("change", "words"),
     [
         ({"losses": [2.0]}, "continuation: losses of 1 and 2 and 2 steps"),
-        (dict.fromkeys(("losses", "eager", "eager_again"), []), "continuation: losses of 0 and 0 and 0 steps"),
+        ({"losses": [], "eager": [], "eager_again": []}, "continuation: losses of 0 and 0 and 0 steps"),
         ({"eager": 7}, r"continuation\.eager: expected a list of losses, got 7"),
         ({"eager": [2.0, "1"]}, r"continuation\.eager: expected a number, got '1'"),
         ({"num_replays": -1}, "num_replays: expected a whole number from 0, got -1"),
