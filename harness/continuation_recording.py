@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from harness.continuation import Continuation, Losses
 from harness.failures import describe
 from harness.variants.training import Ingredients, LoopTraining, Training
 
 
-def continuation(training: Training, twins: Sequence[Ingredients], steps: int) -> Continuation | str:
+def continuation(training: Training, untrained: Ingredients, steps: int) -> Continuation | str:
     """Lets a training in its steady state and eager PyTorch, twice, take so many steps from the same state.
 
     That state has the weights with which the training began, so that the loss is at its largest, and the optimizer's
@@ -24,32 +25,36 @@ def continuation(training: Training, twins: Sequence[Ingredients], steps: int) -
 
     Args:
         training: is left where these steps lead.
-        twins: the same model, batches, layout and precision twice, untrained.
+        untrained: the same model, batches, layout and precision, for eager.
 
     Returns:
         The losses; or what was raised meanwhile: nothing that was measured before depends on it.
     """
     try:
-        return _continuation(training, twins, steps)
+        return _continuation(training, untrained, steps)
     except Exception as error:  # noqa: BLE001  # a variant may raise anything
         return f"it could not go on from a given state: {describe(error).splitlines()[0]}"
 
 
-def _continuation(training: Training, twins: Sequence[Ingredients], steps: int) -> Continuation:
-    first, second = (_eager_twin(training, ingredients) for ingredients in twins)
-    with torch.no_grad():
-        for value, initial in zip(training.weights(), first.weights(), strict=True):
-            value.copy_(initial)
+def _continuation(training: Training, untrained: Ingredients, steps: int) -> Continuation:
+    eager = LoopTraining(untrained, untrained.model, untrained.adam())
+    initial = [value.clone() for value in eager.weights()]
+    losses = []
+    for _ in range(2):
+        _write(initial, eager)
+        eager.take_over(copy.deepcopy(training.optimizer.state_dict()), training)
+        losses.append(_losses(eager, steps))
+    _write(initial, training)
     before = training.num_replays
     own = _losses(training, steps)
-    num_replays = training.num_replays - before
-    return Continuation(own, _losses(first, steps), _losses(second, steps), num_replays)
+    return Continuation(own, losses[0], losses[1], training.num_replays - before)
 
 
-def _eager_twin(training: Training, ingredients: Ingredients) -> LoopTraining:
-    twin = LoopTraining(ingredients, ingredients.model, ingredients.adam())
-    twin.take_over(copy.deepcopy(training.optimizer.state_dict()), training)
-    return twin
+def _write(values: Sequence[Tensor], training: Training) -> None:
+    """Gives a training these weights, in the memory where it has its own."""
+    with torch.no_grad():
+        for weight, value in zip(training.weights(), values, strict=True):
+            weight.copy_(value)
 
 
 def _losses(training: Training, steps: int) -> Losses:

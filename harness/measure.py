@@ -192,8 +192,8 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
 
 def _continuation(job: ProfileJob, training: Training, device: torch.device) -> Continuation | str:
     variant = variants.get(job.task.variant)
-    twins = [prepare(variant, job.case.model, job.case.batch, device) for _ in range(2)]
-    return continuation(training, twins, profiles.CONTINUED_STEPS)
+    untrained = prepare(variant, job.case.model, job.case.batch, device)
+    return continuation(training, untrained, profiles.CONTINUED_STEPS)
 
 
 def measure_setup(job: SetupJob, note: Callable[[str], None]) -> SetupResult:

@@ -20,7 +20,7 @@ def made(variant: str, model: str = "policy_value") -> Ingredients:
 
 
 def went_on(training: Training, variant: str, model: str = "policy_value", steps: int = 5) -> Continuation | str:
-    return continuation(training, [made(variant, model) for _ in range(2)], steps)
+    return continuation(training, made(variant, model), steps)
 
 
 @pytest.mark.parametrize("model", ["policy_value", "vae"])
@@ -78,9 +78,9 @@ def test_what_is_raised_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_captured_goes_on_too(variant: str) -> None:
     device = torch.device("cuda")
     entry = variants.get(variant)
-    every = [ingredients(entry, models.build("policy_value", tiny=True), 8, device) for _ in range(3)]
-    training = start(entry, every[0])
+    own, untrained = (ingredients(entry, models.build("policy_value", tiny=True), 8, device) for _ in range(2))
+    training = start(entry, own)
     training.run(8)
-    found = continuation(training, every[1:], 20)
+    found = continuation(training, untrained, 20)
     assert isinstance(found, Continuation)
     assert found.agrees
