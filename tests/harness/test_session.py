@@ -308,7 +308,7 @@ def test_device_memory_is_what_asv_gets_on_a_gpu(context: Context, monkeypatch: 
     assert stored.losses == ((0, None),)
     assert (stored.inactive_split_bytes, stored.memory_timeline) == (3, timeline)
     assert stored.memory_timeline_missing is None
-    assert len(history.rounds(COMMIT)[0].blocks) == len(variants.names())
+    assert set(history.rounds(COMMIT)[0].blocks) == set(variants.names()) - {"handcaptured_compile_max_autotune_amp"}
 
 
 @pytest.mark.parametrize("facts", [FACTS, None])
