@@ -193,7 +193,7 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
 def _continuation(job: ProfileJob, training: Training, device: torch.device) -> Continuation | str:
     variant = variants.get(job.task.variant)
     untrained = prepare(variant, job.case.model, job.case.batch, device)
-    return continuation(training, untrained, profiles.CONTINUED_STEPS)
+    return continuation(training, untrained, job.case.loss_steps)
 
 
 def measure_setup(job: SetupJob, note: Callable[[str], None]) -> SetupResult:
