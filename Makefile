@@ -31,7 +31,7 @@ PIP_INSTALL := .venv/bin/python -m pip install --disable-pip-version-check --con
 IN_PARALLEL = $$($(RUN) -c 'import importlib.util as util; print("-n auto --dist loadfile" if util.find_spec("xdist") else "")')
 
 .DEFAULT_GOAL := help
-.PHONY: bench bench-sweep bench-full test test-full test-libraries lint report clean help interpreter
+.PHONY: bench bench-sweep bench-full bench-zoo test test-full test-libraries lint report clean help interpreter
 
 bench: $(READY) ## Measure the last commits, compare, and write the report (minutes)
 	$(RUN) -m harness.run --until $(UNTIL) --report report.html
@@ -41,6 +41,9 @@ bench-sweep: $(READY) ## Measure HEAD at all batch sizes of the small models
 
 bench-full: $(READY) ## The same with every model, variant and batch size (much longer)
 	$(RUN) -m harness.run --profile full --until $(UNTIL) --report report.html
+
+bench-zoo: $(READY) ## Measure HEAD on models of many kinds, or on some: MODELS=dlrm,clip (hours for all on a GPU)
+	$(RUN) -m harness.run --profile zoo $(if $(MODELS),--model $(MODELS)) --until $(UNTIL) --report report.html
 
 test: $(READY) ## Run the tests: no GPU and no network needed
 	$(RUN) -m pytest $(IN_PARALLEL)
@@ -69,6 +72,7 @@ help: ## List these commands
 	@echo
 	@echo "  PYTHON_ENV=system  use the present interpreter and install nothing (default: .venv)"
 	@echo "  UNTIL=conclusive   measure more rounds, up to a bound, where a verdict is inconclusive (default: rounds)"
+	@echo "  MODELS=a,b,c       of the zoo measure these models alone (default: all)"
 	@echo "  PYTHON=...         the interpreter to use (default: $(or $(PYTHON),none found))"
 
 interpreter:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from models import Data
 from models.datasets import DatasetError
+from models.synthetic import SyntheticImages
 
 Batch = tuple[Tensor, Tensor]
 
@@ -30,7 +30,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
 
 
 def batches(
-    synthetic: Data,
+    synthetic: SyntheticImages,
     dataset: Callable[..., Any],
     parser: argparse.ArgumentParser,
     options: argparse.Namespace,
@@ -63,7 +63,7 @@ class Batches:
 
     def __init__(
         self,
-        synthetic: Data,
+        synthetic: SyntheticImages,
         dataset: Callable[..., Any],
         options: argparse.Namespace,
         *,

@@ -18,14 +18,14 @@ from typing import get_args
 
 from harness import bisection, memory_growth, metrics, project, render, render_sides
 from harness.commit_pages import NO_PAGES, CommitPages, commit_pages
-from harness.comparison import BASELINE, compare
+from harness.comparison import compare
 from harness.environment import machine_name
 from harness.names import is_diagnostic, is_product
 from harness.narrowing import Only, narrowed, narrowed_sides
 from harness.project import ProjectError
 from harness.report import ReportError, html_page, sides_page
 from harness.revisions import fork_point, parse_range
-from harness.rows import Comparison, Parity, Reproduction, SideBySide
+from harness.rows import Comparison, Parity, Reproduction, Row, SideBySide
 from harness.selection import ComparisonError, Measurement, choose_commits, choose_machine, choose_measurements
 from harness.sides import two_machines, two_variants
 from harness.stats import Verdict
@@ -56,9 +56,7 @@ exit codes: 0, compared; 1, there is something that --fail-on names; 2, it could
 _FAILURES: Mapping[str, Callable[[Comparison], bool]] = {
     "regression": lambda comparison: comparison.regressions > 0,
     "inconclusive": lambda comparison: Verdict.INCONCLUSIVE in comparison.judgements,
-    "loss": lambda comparison: any(
-        row.is_product and row.parity in (Parity.DIFFERS, Parity.DIVERGED) for row in comparison.rows
-    ),
+    "loss": lambda comparison: any(row.is_product and _has_another_loss(row) for row in comparison.rows),
     "failure": lambda comparison: any(group.status == "failed" for group in comparison.skips),
     "damage": lambda comparison: bool(comparison.damage),
 }
@@ -67,6 +65,12 @@ _SIDE_FAILURES: Mapping[str, Callable[[SideBySide], bool]] = {
     "inconclusive": lambda sides: any(entry.verdict is Verdict.INCONCLUSIVE for entry in sides.contrasts),
     "damage": lambda sides: bool(sides.damage),
 }
+
+
+def _has_another_loss(row: Row) -> bool:
+    """Whether a row's loss does not agree with eager's, from the first step on or from the same state."""
+    went_on_apart = row.continuation is not None and not row.continuation.agrees
+    return went_on_apart or row.parity in (Parity.DIFFERS, Parity.DIVERGED)
 
 
 class OutputError(Exception):
@@ -245,7 +249,7 @@ def _without_judgements(comparison: Comparison) -> str | None:
 
 def _without_losses(comparison: Comparison) -> str | None:
     is_compared = any(row.is_product and row.parity is not None for row in comparison.rows)
-    return None if is_compared else f"no loss of Kitsune's was measured beside that of {BASELINE}"
+    return None if is_compared else "no loss of Kitsune's was measured beside that of eager"
 
 
 _CANNOT_HAPPEN: Mapping[str, Callable[[Comparison], str | None]] = {

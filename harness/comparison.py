@@ -71,7 +71,7 @@ LOSS_TOLERANCE = 0.05
 _CLEAR = (Verdict.FASTER, Verdict.SLOWER)
 
 BASELINE = "eager_fp32"
-"""The variant whose losses the others are held against."""
+"""The variant whose losses the others are held against; where it was not measured, eager in their own precision."""
 
 
 def compare(
@@ -117,7 +117,7 @@ def compare(
         rows=rows,
         changes=changes,
         lost=() if older is None else _lost(older, newer),
-        summaries=_summaries(rows),
+        summaries=_summaries([row for row in rows if not row.is_of_zoo] or rows),
         skips=_skip_groups(newer),
         history=series,
         environment_changes=environment_changes(
@@ -137,6 +137,7 @@ def compare(
         damage=history.damage,
         phases=step_phases(newer, history.folder),
         step_memory=_step_memory(newer),
+        zoo_summaries=_summaries([row for row in rows if row.is_of_zoo]),
     )
 
 
@@ -166,7 +167,7 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
     peer_ratio = _ratio(measured, case, variant, peer)
     profile = measured.profiles.get((case, variant))
     cold_setup_s, warm_setup_s = (None, None) if profile is None else (profile.cold_setup_s, profile.warm_setup_s)
-    gap, parity = _parity(profile, measured.profiles.get((case, BASELINE)))
+    gap, parity = _parity(profile, _baseline(measured, case, variant))
     return Row(
         case=case,
         variant=variant,
@@ -195,6 +196,8 @@ def _row(measured: Measurement, case: Case, variant: str, seconds: Mapping[str, 
         parity=parity,
         kitsune=None if profile is None else profile.kitsune,
         inactive_split_bytes=None if profile is None else profile.inactive_split_bytes,
+        continuation=None if profile is None else profile.continuation,
+        continuation_missing=None if profile is None else profile.continuation_missing,
         modes=Counter(entry.modes[variant] for entry in measured.rounds[case] if variant in entry.modes),
     )
 
@@ -270,6 +273,12 @@ def _break_even(
     if setup_s is None or eager is None:
         return None
     return break_even_steps(setup_s, seconds[variant], eager.setup_s, seconds[eager.variant])
+
+
+def _baseline(measured: Measurement, case: Case, variant: str) -> Profile | None:
+    """The profile whose losses a variant's are held against."""
+    profiles = (measured.profiles.get((case, name)) for name in (BASELINE, reference_of(variant)))
+    return next(filter(None, profiles), None)
 
 
 def _parity(profile: Profile | None, baseline: Profile | None) -> tuple[float | None, Parity | None]:

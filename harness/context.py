@@ -3,7 +3,7 @@
 ``ASV_*`` are set by asv. Of the harness's own, ``python -m harness.run`` sets what it needs; without them a plain
 ``asv run`` measures the quick profile whole:
 
-- ``HARNESS_PROFILE``: "quick", "sweep", "full" or "check".
+- ``HARNESS_PROFILE``: "quick", "sweep", "full", "zoo" or "check".
 - ``HARNESS_HEAD``: the commit that counts as HEAD (else what git says).
 - ``HARNESS_CASES``, ``HARNESS_VARIANTS``: names, separated by spaces, of the cases and variants to measure, whether the
   profile has them or not; empty leaves the choice to the profile.
@@ -165,6 +165,15 @@ def check_checkout(surroundings: Context) -> None:
             f"{surroundings.checkout} is at {found[:8]}, and {surroundings.commit[:8]} is to be measured: another run"
             " of asv is at work in this checkout; run one at a time, or in clones of their own"
         )
+
+
+def measures_zoo(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether some of the zoo's cases are to be measured: by its profile, or by name."""
+    values = os.environ if variables is None else variables
+    named = values.get(CASES_VARIABLE, "").split()
+    if not named:
+        return values.get(PROFILE_VARIABLE) == "zoo"
+    return not {case.name for case in profiles.ZOO}.isdisjoint(named)
 
 
 def own_models(variables: Mapping[str, str] | None = None) -> tuple[OwnModel, ...]:

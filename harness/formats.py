@@ -73,6 +73,13 @@ def share(fraction: float) -> str:
     return f"{100 * fraction:.1f}%"
 
 
+def small_share(fraction: float) -> str:
+    """A fraction in percent of two significant digits: "0.0013%"; "0" of none, "not finite" where it is not."""
+    if not math.isfinite(fraction):
+        return "not finite"
+    return f"{100 * fraction:.2g}%" if fraction else "0"
+
+
 def loss(gap: float | None, parity: Parity | None) -> str:
     """The gap in loss in percent of the baseline's progress, with a word where it is not small: "+12% differs"."""
     if gap is None or parity is None:

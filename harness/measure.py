@@ -25,6 +25,8 @@ import torch._dynamo
 from torch import Tensor
 
 from harness import allocator, caches, environment, memory, profiles, sensors, variants
+from harness.continuation import Continuation
+from harness.continuation_recording import continuation
 from harness.failures import describe
 from harness.memory_recording import recorded_step
 from harness.memory_timeline import NOT_RECORDED, MemoryTimeline, memory_timeline
@@ -63,11 +65,12 @@ class Task:
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """One variant of a case, measured alone."""
+    """One variant of a case, measured alone, and held against eager from the same state if it is to go on."""
 
     case: Case
     task: Task
     effort: Effort
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class ProfileResult:
     ``first_replay_s`` is the part of it until the end of the first step that Kitsune replayed, as exactly; None where
     it replayed none, and of peers. ``caches`` is "cold" or "warm" for variants that compile, by whether their compilers
     found anything in their caches; None for others. ``losses`` are (step, loss) pairs, steps counted from 0.
-    ``memory_timeline`` is of one steady step, or says why there is none.
+    ``memory_timeline`` is of one steady step, or says why there is none; so does ``continuation``, which is None where
+    nobody asked for it.
     """
 
     setup_s: float
@@ -108,6 +112,7 @@ class ProfileResult:
     status: Mapping[str, object] | None
     memory_timeline: MemoryTimeline | str = NOT_RECORDED
     first_replay_s: float | None = None
+    continuation: Continuation | str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,8 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
     note(f"recording the memory of a step of {variant.name}")
     # Last, as a step that fails may take the device with it.
     recorded = recorded_step(lambda: training.run(1), device)
+    note(f"holding {variant.name} against eager from the same state")
+    went_on = _continuation(job, training, device) if job.goes_on else None
     compiled = variant.compile_mode is not None or variant.is_kitsune
     return ProfileResult(
         setup.setup_s,
@@ -179,7 +186,14 @@ def measure_profile(job: ProfileJob, note: Callable[[str], None]) -> ProfileResu
         status,
         recorded if isinstance(recorded, str) else memory_timeline(recorded),
         setup.first_replay_s,
+        went_on,
     )
+
+
+def _continuation(job: ProfileJob, training: Training, device: torch.device) -> Continuation | str:
+    variant = variants.get(job.task.variant)
+    untrained = prepare(variant, job.case.model, job.case.batch, device)
+    return continuation(training, untrained, job.case.loss_steps)
 
 
 def measure_setup(job: SetupJob, note: Callable[[str], None]) -> SetupResult:

@@ -1,20 +1,20 @@
 """What is measured, and how thoroughly: every constant of the measurement stands here. Needs no torch.
 
 The quick profile answers "is Kitsune faster here, and was it before?" in minutes, and the sweep "at every batch size?"
-for one commit; the full profile leaves nothing out. The check asks only "does everything run?", and its figures are
-not kept.
+for one commit; the full profile leaves nothing out. The zoo asks "on what models?", of which it has many. The check
+asks only "does everything run?", and its figures are not kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness import variants
 
 DeviceType = Literal["cpu", "cuda"]
-Name = Literal["quick", "sweep", "full", "check"]
+Name = Literal["quick", "sweep", "full", "zoo", "check"]
 DEFAULT: Name = "quick"
 """What is measured where nobody says how."""
 Until = Literal["rounds", "conclusive"]
@@ -22,7 +22,7 @@ Until = Literal["rounds", "conclusive"]
 METHOD_VERSION = "1"
 """Raised when the method changes so that new results cannot be compared with older ones."""
 
-COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3, "check": 1}
+COMMITS: Mapping[Name, int] = {"quick": 3, "sweep": 1, "full": 3, "zoo": 1, "check": 1}
 """How many commits are measured where none are named: HEAD and those before it."""
 
 STABLE_WITHIN = 0.05
@@ -107,6 +107,57 @@ CASES = (
 because asv starts a process for each parameter, and none of them should have to import torch. A round keeps all
 variants of a case in memory at once, so the large models have no sizes above the default."""
 
+_ZOO_BATCHES: Mapping[str, tuple[int, int]] = {
+    "diffusion_unet": (2, 16),
+    "dlrm": (64, 2048),
+    "policy_value": (256, 256),
+    "graph_network": (400, 8000),
+    "llama": (1, 4),
+    "mistral": (1, 4),
+    "mamba": (2, 8),
+    "lstm": (4, 32),
+    "vae": (8, 64),
+    "segmentation_unet": (1, 8),
+    "pointnet": (4, 32),
+    "dqn": (16, 32),
+    "nerf": (32, 1024),
+    "physics_informed": (64, 4096),
+    "clip": (4, 64),
+    "mlp_mixer": (2, 32),
+    "convnext_tiny": (2, 32),
+    "swin_t": (2, 32),
+    "regnet_y_800mf": (2, 64),
+    "efficientnet_b0": (2, 64),
+    "mobilenet_v3_large": (2, 64),
+    "densenet121": (2, 32),
+    "vit_small": (2, 32),
+    "timm_convnext_tiny": (2, 32),
+    "timm_mixer_b16": (2, 32),
+    "timm_regnety_008": (2, 64),
+    "timm_vit_small": (2, 32),
+    "t5_small": (1, 16),
+    "hubert": (1, 8),
+    "whisper_tiny": (1, 8),
+    "distilbert": (1, 32),
+}
+"""The batch sizes of the zoo's models on the CPU and on CUDA: those that `models` names, which a test holds together.
+"""
+
+ZOO_LOSS_STEPS: Mapping[DeviceType, int] = {"cpu": 5, "cuda": 20}
+"""After so many steps the losses of the zoo's models are compared, from the first on and from the same state: steps of
+the larger ones take seconds on a CPU."""
+
+ZOO_MODELS = tuple(_ZOO_BATCHES)
+
+_DEVICE_TYPES: tuple[DeviceType, ...] = ("cpu", "cuda")
+
+ZOO = tuple(
+    Case(model, batch, device_type, ZOO_LOSS_STEPS[device_type], default=True)
+    for model, batches in _ZOO_BATCHES.items()
+    for device_type, batch in zip(_DEVICE_TYPES, batches, strict=True)
+)
+"""The cases of the zoo, which its own profile measures, and others where they are named."""
+
 FULL_ONLY = ("resnet50", "vit_b_16", "bert_base", "gpt2_small")
 """The models that are in the full profile only: those that `models` calls large."""
 
@@ -181,6 +232,12 @@ _BRIEF: Mapping[DeviceType, Effort] = {
     "cuda": Effort(2, (2, 3), 0.3, 0.01, 0.2, 120.0, 420.0),
 }
 
+_BROAD: Mapping[DeviceType, Effort] = {
+    "cpu": Effort(2, (3, 5), 2.0, 0.05, 0.2, 60.0, 600.0),
+    "cuda": Effort(3, (5, 10), 3.0, 0.04, 0.5, 90.0, 540.0),
+}
+"""That of the zoo: what takes long there is to set up nine variants of a model in each process."""
+
 _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
     "cpu": ("eager_fp32", "kitsune_dropin_fp32", "kitsune_trainstep_fp32"),
     "cuda": (
@@ -195,6 +252,26 @@ _SWEEP: Mapping[DeviceType, tuple[str, ...]] = {
 
 _SWEPT_WHOLE = ("handcaptured_amp", "kitsune_trainstep_amp")
 """Of these the memory is compared at every batch size, and the streams of Kitsune's step are shown."""
+
+ZOO_VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("eager_fp32", "kitsune_dropin_fp32", "kitsune_deferred_fp32", "kitsune_trainstep_fp32"),
+    "cuda": (
+        "eager_amp",
+        "compile_amp",
+        "compile_reduce_overhead_amp",
+        "handcaptured_amp",
+        "handcaptured_compile_amp",
+        "handcaptured_compile_max_autotune_amp",
+        "kitsune_dropin_amp",
+        "kitsune_deferred_amp",
+        "kitsune_trainstep_amp",
+    ),
+}
+"""What is measured of the zoo: eager, all forms of Kitsune, and on CUDA every peer that may be the fastest. On the CPU
+compiling takes longer than everything else there, and nothing is captured by hand."""
+
+_SLOW_TO_SET_UP = ("handcaptured_compile_max_autotune_amp",)
+"""Peers that try so many kernels that the quick profile leaves them out."""
 
 _EARLIER = tuple(
     f"{form}_{precision}"
@@ -219,13 +296,16 @@ def effort(profile: Name, device_type: DeviceType) -> Effort:
     """How thoroughly this profile measures on this kind of device."""
     if profile == "check":
         return _BRIEF[device_type]
+    if profile == "zoo":
+        return _BROAD[device_type]
     return (_LONG if profile == "full" else _SHORT)[device_type]
 
 
 def cases(profile: Name, device_type: DeviceType) -> tuple[Case, ...]:
     """The cases of a profile on a kind of device; :func:`left_out` says what it measures of each."""
-    on_device = tuple(case for case in CASES if case.device_type == device_type)
-    if profile == "full":
+    of_profile = ZOO if profile == "zoo" else CASES
+    on_device = tuple(case for case in of_profile if case.device_type == device_type)
+    if profile in ("full", "zoo"):
         return on_device
     return tuple(case for case in on_device if case.model not in FULL_ONLY and (case.default or profile == "sweep"))
 
@@ -247,7 +327,7 @@ EVERYTHING = Selection()
 
 def check_selection(selection: Selection) -> None:
     """Raises ValueError if it names what does not exist; the message says what does."""
-    cases = tuple(dict.fromkeys(case.name for case in selection.own or CASES))
+    cases = tuple(dict.fromkeys(case.name for case in selection.own or (*CASES, *ZOO)))
     for name in selection.cases:
         if name not in cases:
             raise ValueError(f"no case {name!r}; there are {', '.join(cases)}")
@@ -257,12 +337,31 @@ def check_selection(selection: Selection) -> None:
 
 def selected_cases(profile: Name, device_type: DeviceType, selection: Selection) -> tuple[Case, ...]:
     """The cases to measure: those of the profile, or those that were named and exist on this kind of device."""
-    every = [case for case in selection.own or CASES if case.device_type == device_type]
+    every = [case for case in selection.own or (*CASES, *ZOO) if case.device_type == device_type]
     if selection.cases:
         return tuple(case for case in every if case.name in selection.cases)
     if selection.own:
         return tuple(case for case in every if case.default or profile in ("sweep", "full"))
     return cases(profile, device_type)
+
+
+def cases_of_models(
+    profile: Name, device_type: DeviceType, models: Iterable[str], own: Sequence[Case] = ()
+) -> tuple[str, ...]:
+    """The names of a profile's cases of these models, to select them by.
+
+    Args:
+        own: the cases of the user's own models, which are then chosen among instead.
+
+    Raises:
+        ValueError: the profile measures no model of that name there; the message says which it does.
+    """
+    found = selected_cases(profile, device_type, Selection(own=tuple(own)))
+    known = tuple(dict.fromkeys(case.model for case in found))
+    for model in models:
+        if model not in known:
+            raise ValueError(f"the {profile} profile has no model {model!r} here; it has {', '.join(known)}")
+    return tuple(case.name for case in found if case.model in models)
 
 
 def selected_out(
@@ -281,7 +380,7 @@ def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) ->
     PyTorch are needed everywhere, to compare with. Of Kitsune with something switched off it wants the time alone, as
     the sweep does of most.
     """
-    if profile == "full":
+    if profile in ("full", "zoo"):
         return True
     if profile == "sweep":
         return variant.name in _SWEPT_WHOLE
@@ -290,11 +389,19 @@ def needs_profile(profile: Name, variant: variants.Variant, *, at_head: bool) ->
     return at_head or variant.is_kitsune or variant.family == "eager"
 
 
+def needs_continuation(profile: Name) -> bool:
+    """Whether variants in their steady state are held against eager from the same state: on models of the zoo, of which
+    less is known.
+    """
+    return profile == "zoo"
+
+
 def needs_second_setup(profile: Name, *, at_head: bool) -> bool:
     """Whether set-up is measured a second time, with the caches that the first one has filled: at HEAD, and by the full
-    profile everywhere. That is one more process for each variant that keeps anything, as long as its set-up.
+    profile everywhere. That is one more process for each variant that keeps anything, as long as its set-up. The zoo
+    has too many models for that.
     """
-    return at_head or profile == "full"
+    return profile == "full" or (at_head and profile != "zoo")
 
 
 def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: bool) -> str | None:
@@ -307,6 +414,10 @@ def left_out(profile: Name, case: Case, variant: variants.Variant, *, at_head: b
     if profile == "sweep":
         is_swept = variant.name in _SWEEP[case.device_type]
         return None if is_swept else "not part of the sweep over batch sizes; the full profile measures it"
+    if profile == "zoo":
+        return None if variant.name in ZOO_VARIANTS[case.device_type] else "not part of the zoo's profile"
+    if variant.name in _SLOW_TO_SET_UP and case.device_type == "cuda":
+        return "takes too long to set up for the quick profile; the zoo's and the full profile measure it"
     if case.device_type == "cuda":
         return None if at_head or variant.name in _EARLIER else "measured at HEAD only"
     return _left_out_on_cpu(case, variant, at_head)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import TypeVar, get_args
 
+from harness.continuation import Continuation
 from harness.memory_timeline import NOT_RECORDED, ON_THE_CPU, MemoryTimeline, Point
 from harness.phases import PHASES, Clock
 from harness.plan_fields import DamageError
@@ -117,7 +118,8 @@ class Profile:
     compiles nothing, and in results of earlier versions, whose peers had theirs in common. ``setup_again_s`` is the
     set-up in another process after that, where the first one has left something in its caches. ``first_replay_s`` and
     ``first_replay_again_s`` are the part of each until the end of the first step that Kitsune replayed; None where it
-    replayed none, of peers, and in results of earlier versions.
+    replayed none, of peers, and in results of earlier versions. ``continuation`` is how it went on from a given state
+    beside eager, where that was asked for, or else ``continuation_missing`` says why it could not.
     """
 
     run: str
@@ -140,6 +142,8 @@ class Profile:
     setup_again_s: float | None = None
     first_replay_s: float | None = None
     first_replay_again_s: float | None = None
+    continuation: Continuation | None = None
+    continuation_missing: str | None = None
 
     @property
     def cold_setup_s(self) -> float | None:
@@ -360,7 +364,27 @@ def _profile(fields: Mapping[str, object]) -> Profile:
         setup_again_s=_optional_setup_seconds(fields, "setup_again_s"),
         first_replay_s=_optional_setup_seconds(fields, "first_replay_s"),
         first_replay_again_s=_optional_setup_seconds(fields, "first_replay_again_s"),
+        continuation=_continuation(fields),
+        continuation_missing=_optional_text(fields, "continuation_missing"),
     )
+
+
+def _continuation(fields: Mapping[str, object]) -> Continuation | None:
+    if fields.get("continuation") is None:
+        return None
+    found = _mapping(fields, "continuation")
+    curves = [_consecutive_losses(found, name) for name in ("losses", "eager", "eager_again")]
+    if len({len(curve) for curve in curves}) > 1 or not curves[0]:
+        raise RecordError(f"continuation: losses of {' and '.join(str(len(curve)) for curve in curves)} steps")
+    losses, eager, eager_again = curves
+    return Continuation(losses, eager, eager_again, _whole(found, "num_replays", least=0))
+
+
+def _consecutive_losses(fields: Mapping[str, object], name: str) -> tuple[float | None, ...]:
+    entries = fields.get(name)
+    if not isinstance(entries, (list, tuple)):
+        raise RecordError(f"continuation.{name}: expected a list of losses, got {_shown(entries)}")
+    return tuple(None if entry is None else _number(entry, f"continuation.{name}") for entry in entries)
 
 
 def _caches(fields: Mapping[str, object]) -> str | None:

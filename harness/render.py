@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from harness import formats
+from harness.continuation import Continuation
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.metrics import word
 from harness.names import label
@@ -30,12 +31,15 @@ from harness.tables import (
     skip_table,
     variant_table,
 )
+from harness.zoo_tables import zoo_table
 
 JSON_SCHEMA = 2
 """Raised when a field of the JSON document changes its meaning or goes away."""
 
 _PAINT = {Tone.STRONG: "\x1b[1m", Tone.GOOD: "\x1b[34m", Tone.BAD: "\x1b[1;31m", Tone.FAINT: "\x1b[2m"}
 _UNPAINT = "\x1b[0m"
+_PEER_MARK_MEANS = "* fastest in its precision among the variants that are not Kitsune's"
+_ZOO_TITLE = "The zoo: models of many kinds, each beside its best peer"
 
 
 def text(
@@ -52,7 +56,11 @@ def text(
     variants = variant_table(shown)
     parts = [verdict_line(comparison), _header(comparison)]
     if variants.rows:
-        parts += [text_table(variants.on(Medium.TEXT), colour), *_summary_lines(comparison)]
+        parts += [text_table(variants.on(Medium.TEXT), colour), _PEER_MARK_MEANS, *_summary_lines(comparison.summaries)]
+    zoo = zoo_table(shown)
+    if zoo.rows:
+        parts += ["", _ZOO_TITLE, "", text_table(zoo.on(Medium.TEXT), colour)]
+        parts += _summary_lines(comparison.zoo_summaries)
     for title, table in _change_tables(shown):
         parts += ["", title, "", text_table(table.on(Medium.TEXT), colour)]
     divided = phase_table(shown)
@@ -80,7 +88,11 @@ def markdown(comparison: Comparison, *, shown: Comparison | None = None, command
     variants = variant_table(shown)
     if variants.rows:
         parts += ["", "### Variants", "", markdown_table(variants.on(Medium.TEXT)), ""]
-        parts += [escaped(line) + "  " for line in _summary_lines(comparison) if line]
+        parts += [escaped(line) + "  " for line in (_PEER_MARK_MEANS, *_summary_lines(comparison.summaries))]
+    zoo = zoo_table(shown)
+    if zoo.rows:
+        parts += ["", f"### {_ZOO_TITLE}", "", markdown_table(zoo.on(Medium.TEXT)), ""]
+        parts += [escaped(line) + "  " for line in _summary_lines(comparison.zoo_summaries)]
     for title, table in (("Not measured", skip_table(comparison)), ("Damaged", damage_table(comparison.damage))):
         if table.rows:
             parts += ["", f"### {title}", "", markdown_table(table)]
@@ -124,6 +136,7 @@ def json_document(comparison: Comparison, *, shown: Comparison | None = None) ->
             for entry in comparison.environment_changes
         ],
         "summaries": [_summary_fields(summary) for summary in comparison.summaries],
+        "zoo_summaries": [_summary_fields(summary) for summary in comparison.zoo_summaries],
         "skips": [
             {
                 "status": group.status,
@@ -177,9 +190,9 @@ def _header(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary_lines(comparison: Comparison) -> list[str]:
-    lines = ["* fastest in its precision among the variants that are not Kitsune's"]
-    for summary in comparison.summaries:
+def _summary_lines(summaries: Sequence[Summary]) -> list[str]:
+    lines = []
+    for summary in summaries:
         peer = summary.over_peer
         over_peer = "" if peer is None else f", {formats.speedup(peer)} over the best peer"
         lines.append(
@@ -284,6 +297,7 @@ def _row_fields(row: Row) -> dict[str, object]:
         "peer_ratio": estimate_fields(row.peer_ratio),
         "peer_verdict": None if row.peer_verdict is None else row.peer_verdict.value,
         "parity": None if row.parity is None else row.parity.value,
+        "continuation": _continuation_fields(row.continuation),
         "kitsune": None if row.kitsune is None else dict(row.kitsune),
         "modes": dict(row.modes),
         "fragmentation_bytes": row.fragmentation_bytes,
@@ -294,6 +308,15 @@ def _row_fields(row: Row) -> dict[str, object]:
     if row.loss_gap is not None and not math.isfinite(row.loss_gap):
         fields["loss_gap"] = None
     return fields
+
+
+def _continuation_fields(found: Continuation | None) -> dict[str, object] | None:
+    """The losses and what is made of them; a difference that is infinite is null."""
+    if found is None:
+        return None
+    derived = {"gap": found.gap, "noise": found.noise}
+    finite = {name: value if math.isfinite(value) else None for name, value in derived.items()}
+    return {**vars(found), **finite, "agrees": found.agrees}
 
 
 def _change_fields(change: Change) -> dict[str, object]:

@@ -10,9 +10,11 @@ from datetime import datetime
 from enum import Enum
 
 from harness.breakdown import Breakdown
+from harness.continuation import Continuation
 from harness.fusions import StepFusions, UnreadableFusions
 from harness.memory_timeline import MemoryTimeline
 from harness.names import is_diagnostic, is_kitsune, is_product, reference_of
+from harness.profiles import ZOO_MODELS
 from harness.samples import Samples
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
@@ -74,7 +76,9 @@ class Row:
     where it was not measured. ``break_even_steps`` and ``warm_break_even_steps`` are infinite where the variant never
     earns that set-up back, None where it is not clearly faster or slower than eager. ``first_replay_s`` and
     ``warm_first_replay_s`` are the part of each until the end of the first step that Kitsune replayed; None where it
-    replayed none, and of peers.
+    replayed none, and of peers. ``loss_gap`` is from eager in float32, or where that was not measured in the same
+    precision. ``continuation`` is how it went on from a given state beside eager, where that was asked for, or else
+    ``continuation_missing`` says why it could not.
     """
 
     case: Case
@@ -104,6 +108,8 @@ class Row:
     parity: Parity | None
     kitsune: Mapping[str, object] | None
     inactive_split_bytes: int | None = None
+    continuation: Continuation | None = None
+    continuation_missing: str | None = None
     modes: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -122,6 +128,11 @@ class Row:
     def is_product(self) -> bool:
         """Whether this is Kitsune as users run it: what is judged."""
         return is_product(self.variant)
+
+    @property
+    def is_of_zoo(self) -> bool:
+        """Whether its model is one of the zoo's."""
+        return self.case.model in ZOO_MODELS
 
 
 @dataclass(frozen=True)
@@ -313,6 +324,7 @@ _RUN = ("python", "-m", f"{__package__}.run")
 class Comparison:
     """Everything there is to say about two commits (or one, where ``base`` is None) on one machine.
 
+    ``summaries`` are over the cases that are not of the zoo, if there are any; ``zoo_summaries`` over those that are.
     ``margins`` are those of the metrics among the ``contrasts``. ``memory_growth`` are the forms that take more memory
     at ``head``, where that is not among these metrics: they are no regressions.
     """
@@ -344,6 +356,7 @@ class Comparison:
     phases: tuple[StepPhases | NoPhases, ...] = ()
     step_memory: tuple[StepMemory, ...] = ()
     memory_growth: tuple[Contrast, ...] = ()
+    zoo_summaries: tuple[Summary, ...] = ()
 
     @property
     def regressions(self) -> int:

@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--commits counts back from HEAD: leave it out where revisions or --worktree are given")
     if options.passes > 1 and (options.resume or options.check):
         parser.error("--passes measures everything again: leave out --resume and --check")
+    if options.model and options.case:
+        parser.error("--model and --case both choose what is measured: give one of them")
     if options.check and options.until != "rounds":
         parser.error("--check keeps no figure that could be conclusive: leave out --until")
     try:
@@ -117,7 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         "--profile", choices=[name for name in get_args(profiles.Name) if name != "check"],
         default=profiles.DEFAULT,
         help="quick (the default): the small models at one batch size; sweep: eager, the fastest peers and Kitsune "
-        "at all of their batch sizes; full: every model, variant and batch size, which takes much longer",
+        "at all of their batch sizes; full: every model, variant and batch size, which takes much longer; zoo: models "
+        "of many more kinds, each at one batch size, beside every peer that may be the fastest",
     )  # fmt: skip
     how.add_argument(
         "--until", choices=get_args(profiles.Until), default="rounds",
@@ -141,6 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--case", action="append", default=[], metavar="NAME", help="this case, such as mlp-b64; may be repeated"
     )
+    what.add_argument(
+        "--model", action="append", default=[], metavar="NAME[,NAME]",
+        help="of the profile's cases those of this model, such as dlrm with --profile zoo; may be repeated",
+    )  # fmt: skip
     what.add_argument(
         "--variant", action="append", default=[], metavar="NAME",
         help="this variant, such as kitsune_dropin_fp32; may be repeated. A speed-up needs eager of the same precision",

@@ -111,9 +111,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
     profile: profiles.Name = "check" if options.check else options.profile
     own = own_models(options.workload, measured)
     own_cases = tuple(case for model in own for case in model.cases())
-    selection = profiles.Selection(tuple(options.case), tuple(options.variant), own_cases)
-    profiles.check_selection(selection)
     device_type: profiles.DeviceType = "cpu" if environment.visible_gpu() is None else "cuda"
+    models = [name for given in options.model for name in given.split(",")]
+    cases = profiles.cases_of_models(profile, device_type, models, own_cases) if models else tuple(options.case)
+    selection = profiles.Selection(cases, tuple(options.variant), own_cases)
+    profiles.check_selection(selection)
     if not profiles.selected_cases(profile, device_type, selection):
         named = ", ".join(selection.cases or [model.name for model in own])
         raise RunError(f"{named}: nothing to measure on this machine, which measures on {device_type}")

@@ -21,6 +21,7 @@ from harness import caches, environment, memory, profiles, variants, workloads
 from harness.caches import Caches
 from harness.conclusive import is_conclusive
 from harness.context import Context, ContextError
+from harness.continuation import Continuation
 from harness.earlier import Earlier, earlier
 from harness.measure import (
     Probe,
@@ -238,9 +239,10 @@ class Session:
     def _profile(self, case: Case, task: Task, effort: profiles.Effort) -> None:
         """Measures one variant alone, and its set-up once more where the first one has filled its caches."""
         begin = time.monotonic()
+        goes_on = profiles.needs_continuation(self._context.profile)
         try:
             result = self._launcher.run(
-                measure_profile, ProfileJob(case, task, effort), timeout_s=effort.process_seconds
+                measure_profile, ProfileJob(case, task, effort, goes_on), timeout_s=effort.process_seconds
             )
         except ProcessFailed as failure:
             self._leave_out(case, task.variant, "failed", failure.reason)
@@ -434,6 +436,7 @@ def _profile_record(case: Case, task: Task, result: ProfileResult, again: SetupR
         "inactive_split_bytes": result.peak.inactive_split_bytes,
         **_memory_fields(result.memory_timeline),
         "losses": [list(entry) for entry in result.losses],
+        **_continuation_fields(result.continuation),
         "kitsune": None if result.status is None else dict(result.status),
     }
 
@@ -442,6 +445,12 @@ def _memory_fields(timeline: MemoryTimeline | str) -> dict[str, object]:
     if isinstance(timeline, str):
         return {"memory_timeline": None, "memory_timeline_missing": timeline}
     return {"memory_timeline": {"step_us": timeline.step_us, "points": [list(point) for point in timeline.points]}}
+
+
+def _continuation_fields(found: Continuation | str | None) -> dict[str, object]:
+    if isinstance(found, Continuation):
+        return {"continuation": asdict(found)}
+    return {} if found is None else {"continuation": None, "continuation_missing": found}
 
 
 def _phases_record(case: Case, task: Task, result: PhasesResult | str, trace: str | None = None) -> dict[str, object]:

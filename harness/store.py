@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness import asv_files, memory_timeline, phases, plan_fields, profiles, records, replay_plans
+from harness import asv_files, continuation, memory_timeline, phases, plan_fields, profiles, records, replay_plans
 from harness.catalogue import FOLDER, Catalogue, Stamp, code_digest, stamp
 from harness.parallel import mapped
 from harness.records import SCHEMA, Blocks, Phases, Profile, Record, RecordError, Round, Run, Skip, parse_record
@@ -424,7 +424,7 @@ def _unreadable(path: Path, error: OSError) -> Damage:
 
 def reader_modules() -> tuple[ModuleType, ...]:
     """The modules that decide what is read of a file, and what is damaged in it."""
-    return sys.modules[__name__], records, memory_timeline, phases, plan_fields, profiles, replay_plans
+    return sys.modules[__name__], records, continuation, memory_timeline, phases, plan_fields, profiles, replay_plans
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,17 @@ from enum import Enum
 from harness import formats
 from harness.metrics import samples_of, word
 from harness.names import is_diagnostic, is_kitsune, label
-from harness.rows import LISTED_CHANGES, SHOWN_POINTS, Commit, Comparison, Contrast, EnvironmentChange, Parity, Row
+from harness.rows import (
+    LISTED_CHANGES,
+    SHOWN_POINTS,
+    Commit,
+    Comparison,
+    Contrast,
+    EnvironmentChange,
+    Parity,
+    Row,
+    Summary,
+)
 from harness.selection import Case
 from harness.stats import Estimate, Verdict
 from harness.store import Damage
@@ -98,10 +108,15 @@ class Table:
 
 BEST_PEER_MARK = " *"
 
-_CASE_COLUMNS = (
+CASE_COLUMNS = (
     Column("model", "the workload"),
     Column("batch", "samples per step", numeric=True),
     Column("device", "where it ran", needless_if_same=True),
+)
+LOSS_COLUMN = Column(
+    "loss",
+    "distance in loss from eager fp32, or else eager in the same precision, as a share of its progress",
+    numeric=True,
 )
 _VARIANT_COLUMNS = (
     Column("precision", "fp32: PyTorch's defaults; tf32: matrix products in TF32 too; amp: bfloat16 autocast"),
@@ -118,7 +133,7 @@ _VERDICT_TONES = {
 def variant_table(comparison: Comparison) -> Table:
     """Every measured variant at the newer commit."""
     columns = (
-        *_CASE_COLUMNS,
+        *CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("time", "seconds per training step, the median over rounds", numeric=True),
         Column("over eager", "speed-up: eager's time in the same precision divided by this one's", numeric=True),
@@ -161,7 +176,7 @@ def variant_table(comparison: Comparison) -> Table:
             numeric=True,
             only=Medium.PAGE,
         ),
-        Column("loss", "distance from eager fp32 in loss, as a share of its progress", numeric=True),
+        LOSS_COLUMN,
     )
     best_peers = {(row.case, row.best_peer) for row in comparison.rows}
     return Table(
@@ -174,7 +189,7 @@ def variant_table(comparison: Comparison) -> Table:
 def change_table(comparison: Comparison) -> Table:
     """Each of Kitsune's forms between the two commits, regressions first."""
     columns = (
-        *_CASE_COLUMNS,
+        *CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("change of time", "after against before, with its 95% interval: positive is slower", numeric=True),
         Column(
@@ -192,7 +207,7 @@ def change_table(comparison: Comparison) -> Table:
     )
     lost = [
         (
-            *_case_cells(entry.case),
+            *case_cells(entry.case),
             Cell(entry.skip.precision),
             Cell(entry.skip.variant, tone=Tone.STRONG, words=label(entry.skip.variant)),
             Cell(formats.ABSENT),
@@ -207,7 +222,7 @@ def change_table(comparison: Comparison) -> Table:
     judged = sorted(comparison.changes, key=lambda change: change.verdict is not Verdict.SLOWER)
     changed = [
         (
-            *_case_cells(entry.case),
+            *case_cells(entry.case),
             Cell(entry.precision),
             Cell(entry.variant, tone=Tone.STRONG, words=label(entry.variant)),
             Cell(formats.change(entry.ratio), entry.ratio.ratio),
@@ -232,7 +247,7 @@ def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table
         head: what to call that of head.
     """
     columns = (
-        *_CASE_COLUMNS,
+        *CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("metric", "what is compared", needless_if_same=True),
         Column(base, "the value on this side", numeric=True),
@@ -244,7 +259,7 @@ def contrast_table(contrasts: Sequence[Contrast], base: str, head: str) -> Table
     judged = sorted(contrasts, key=lambda contrast: contrast.verdict is not Verdict.SLOWER)
     rows = [
         (
-            *_case_cells(entry.case),
+            *case_cells(entry.case),
             Cell(entry.precision),
             Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
             Cell(entry.metric),
@@ -319,7 +334,7 @@ def commit_table(comparison: Comparison) -> Table:
 def sample_table(comparison: Comparison) -> Table:
     """How the single samples of each variant at the newer commit spread."""
     columns = (
-        *_CASE_COLUMNS,
+        *CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column("rounds", "fresh processes that timed it", numeric=True),
         Column("blocks", "timed blocks in all of them", numeric=True),
@@ -330,7 +345,7 @@ def sample_table(comparison: Comparison) -> Table:
     )
     rows = [
         (
-            *_case_cells(entry.case),
+            *case_cells(entry.case),
             Cell(entry.precision),
             Cell(entry.variant, tone=variant_tone(entry.variant), words=label(entry.variant)),
             Cell(str(sum(times is not None for times in entry.rounds))),
@@ -348,7 +363,7 @@ def sample_table(comparison: Comparison) -> Table:
 def level_table(comparison: Comparison) -> Table:
     """Where the level of Kitsune's forms changed over the history: the latest changes, the last one first."""
     columns = (
-        *_CASE_COLUMNS,
+        *CASE_COLUMNS,
         *_VARIANT_COLUMNS,
         Column(
             "change of time",
@@ -368,7 +383,7 @@ def level_table(comparison: Comparison) -> Table:
     )[:LISTED_CHANGES]
     rows = [
         (
-            *_case_cells(series.case),
+            *case_cells(series.case),
             Cell(series.precision),
             Cell(series.variant, words=label(series.variant)),
             Cell(formats.percent_change(change.ratio), change.ratio),
@@ -408,7 +423,7 @@ def environment_table(comparison: Comparison) -> Table:
     return Table(columns, tuple(rows))
 
 
-def summary_table(comparison: Comparison) -> Table:
+def summary_table(summaries: Sequence[Summary]) -> Table:
     """Geometric means of Kitsune's speed-ups, one row for each variant and device."""
     columns = (
         Column("variant", "one of Kitsune's forms"),
@@ -431,7 +446,7 @@ def summary_table(comparison: Comparison) -> Table:
             _mean_cell(summary.over_peer),
             Cell(str(summary.cases), summary.cases),
         )
-        for summary in comparison.summaries
+        for summary in summaries
     ]
     return Table(columns, tuple(rows))
 
@@ -486,33 +501,44 @@ def verdict_cell(judged: Verdict | None) -> Cell:
 
 def _variant_cells(row: Row, is_best_peer: bool) -> tuple[Cell, ...]:
     mark = BEST_PEER_MARK if is_best_peer else ""
-    memory = row.rss_bytes if row.allocated_bytes is None else row.allocated_bytes
     return (
-        *_case_cells(row.case),
+        *case_cells(row.case),
         Cell(row.precision),
-        Cell(row.variant + mark, tone=variant_tone(row.variant), words=label(row.variant) + mark, detail=_mode(row)),
+        Cell(row.variant + mark, tone=variant_tone(row.variant), words=label(row.variant) + mark, detail=mode_of(row)),
         Cell(formats.seconds(row.seconds), row.seconds),
-        _speedup_cell(row.ratio, row.verdict),
+        speedup_cell(row.ratio, row.verdict),
         verdict_cell(row.verdict),
-        Cell(_mode(row) or ""),
-        _speedup_cell(row.peer_ratio, row.peer_verdict, row.best_peer),
+        Cell(mode_of(row) or ""),
+        speedup_cell(row.peer_ratio, row.peer_verdict, row.best_peer),
         verdict_cell(row.peer_verdict),
-        Cell(formats.size(memory), memory, detail=_memory_detail(row)),
+        memory_cell(row),
         Cell(formats.seconds(row.setup_s), row.setup_s),
         Cell(formats.steps(row.break_even_steps), row.break_even_steps),
         Cell(formats.seconds(row.first_replay_s), row.first_replay_s),
         Cell(formats.seconds(row.warm_setup_s), row.warm_setup_s),
         Cell(formats.steps(row.warm_break_even_steps), row.warm_break_even_steps),
         Cell(formats.seconds(row.warm_first_replay_s), row.warm_first_replay_s),
-        Cell(formats.loss(row.loss_gap, row.parity), row.loss_gap, _PARITY_TONES[row.parity]),
+        loss_cell(row),
     )
+
+
+def memory_cell(row: Row) -> Cell:
+    """A row's peak memory."""
+    memory = row.rss_bytes if row.allocated_bytes is None else row.allocated_bytes
+    return Cell(formats.size(memory), memory, detail=_memory_detail(row))
+
+
+def loss_cell(row: Row) -> Cell:
+    """How far a row's loss is from that of eager."""
+    return Cell(formats.loss(row.loss_gap, row.parity), row.loss_gap, _PARITY_TONES[row.parity])
 
 
 _SWITCH = {None: formats.ABSENT, True: "on", False: "off"}
 _PARITY_TONES = {None: Tone.PLAIN, Parity.AGREES: Tone.PLAIN, Parity.DIFFERS: Tone.BAD, Parity.DIVERGED: Tone.BAD}
 
 
-def _case_cells(case: Case) -> tuple[Cell, Cell, Cell]:
+def case_cells(case: Case) -> tuple[Cell, Cell, Cell]:
+    """The cells below :data:`CASE_COLUMNS`."""
     return Cell(case.model), Cell(str(case.batch), case.batch), Cell(case.device)
 
 
@@ -526,7 +552,7 @@ def _case_names(cases: Sequence[Case], comparison: Comparison) -> str:
     return ", ".join(f"{case.name} on {case.device}" for case in cases)
 
 
-def _speedup_cell(estimate: Estimate | None, judged: Verdict | None = None, other: str | None = None) -> Cell:
+def speedup_cell(estimate: Estimate | None, judged: Verdict | None = None, other: str | None = None) -> Cell:
     """A speed-up, coloured and explained by its verdict, and by which variant it is over where that varies."""
     if estimate is None:
         return Cell(formats.ABSENT)
@@ -548,7 +574,8 @@ def _memory_detail(row: Row) -> str | None:
     return None if row.reserved_bytes is None else f"{formats.size(row.reserved_bytes)} reserved"
 
 
-def _mode(row: Row) -> str | None:
+def mode_of(row: Row) -> str | None:
+    """How Kitsune ran in the rounds, or where these do not tell in the process that was profiled; None of peers."""
     if len(row.modes) > 1:
         return formats.with_numbers(row.modes)
     if row.modes:

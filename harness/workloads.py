@@ -150,10 +150,11 @@ def _missing_file(source: str, root: Path) -> str | None:
 
 def _check(workload: models.Workload, source: str) -> None:
     """What would otherwise fail far from its cause, in a process of its own for each variant."""
-    if not _NAME.fullmatch(workload.name) or workload.name in models.names(large=True):
+    taken = (*models.names(large=True), *models.names(zoo=True))
+    if not _NAME.fullmatch(workload.name) or workload.name in taken:
         raise WorkloadError(
             f"{source}: the name {workload.name!r} cannot be used; take lower-case letters, digits and underscores, and"
-            f" none of {', '.join(models.names(large=True))}"
+            f" none of {', '.join(taken)}"
         )
     defaults = workload.default_batch_size
     if not defaults or not set(defaults) <= {"cpu", "cuda"}:

@@ -45,14 +45,28 @@ def attention_without_masks() -> str:
     return _ATTENTION
 
 
-class Logits(nn.Module):
-    """A transformers model as a module from tokens (N, length) int64 to its logits alone."""
+class EncoderDecoderLogits(nn.Module):
+    """A transformers encoder-decoder as a module from what both are given to the decoder's logits alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The model's `logits` of tokens (N, length) without padding."""
-        output: Any = self.model(tokens)
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        """The logits (N, length, vocabulary) of inputs without padding and the decoder's tokens (N, length) int64."""
+        inputs, tokens = x
+        output: Any = self.model(inputs, decoder_input_ids=tokens, use_cache=False)
+        return cast(Tensor, output.logits)
+
+
+class Logits(nn.Module):
+    """A transformers model as a module from one tensor, such as tokens (N, length) int64, to its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The model's `logits` of inputs (N, length, ...) without padding."""
+        output: Any = self.model(x)
         return cast(Tensor, output.logits)

@@ -88,6 +88,16 @@ class Training:
         return _samples(entry["peak_reserved_bytes"])
 
 
+if context.measures_zoo():
+
+    class Zoo(Training):
+        """The same of the zoo's models: benchmarks of another name, so that asv's results of the others keep the
+        parameters that they have. Only where some of them are measured: asv starts a process for each that it skips.
+        """
+
+        params = (list(variants.names()), list(dict.fromkeys(case.name for case in profiles.ZOO)))
+
+
 _OWN_CASES = [case.name for model in context.own_models() for case in model.cases()]
 
 if _OWN_CASES:

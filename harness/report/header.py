@@ -75,7 +75,7 @@ def summary(comparison: Comparison) -> str:
     lost = [f"{entry.skip.variant} in {entry.case.name}: {entry.skip.reason}" for entry in comparison.lost]
     notices = [f'<p class="notice bad">No longer measured: {escape(text)}</p>' for text in lost]
     notices += [f'<p class="notice">{escape(note)}</p>' for note in comparison.notes]
-    means = markup.table(tables.summary_table(comparison))
+    means = markup.table(tables.summary_table(comparison.summaries))
     return f'<div class="tallies">{tiles}</div>{"".join(notices)}{means}'
 
 

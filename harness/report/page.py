@@ -19,6 +19,7 @@ from harness.report.header import summary, top
 from harness.report.history_tables import history_tables
 from harness.report.regression_list import regression_list
 from harness.rows import LISTED_CHANGES, LISTED_POINTS, SHOWN_POINTS, Comparison
+from harness.zoo_tables import zoo_table
 
 
 def html_page(comparison: Comparison, beside: Path | None = None) -> str:
@@ -79,6 +80,15 @@ def _sections(comparison: Comparison, charts: Mapping[str, Sequence[Figure]], be
             "Click a heading to sort. Kitsune's rows are coloured, and grey where something is switched off to tell"
             " what that contributes; * marks the best peer of its precision.",
             markup.table(tables.variant_table(comparison), anchor="row", commands=commands),
+        ),
+        Section(
+            "Zoo",
+            "Models of many kinds",
+            "The zoo's models, each with eager and its best peer, and how each form of Kitsune stands to that peer."
+            " Where Kitsune steps aside, and steps run as plain PyTorch, its reason is given. Models whose package is"
+            " not installed, and forms that failed, have a row with the reason. Below are the geometric means over the"
+            " models that all forms have.",
+            _zoo(comparison, commands),
         ),
         Section(
             "Speed-up",
@@ -231,6 +241,12 @@ def _changes(comparison: Comparison, commands: markup.Commands) -> str:
     by_metric = tables.contrast_table(comparison.contrasts, comparison.base.short, comparison.head.short)
     named = ", ".join(dict.fromkeys(entry.metric for entry in comparison.contrasts))
     return f"{times}<h3>{escape(named.capitalize())}</h3>{markup.table(by_metric, commands=commands)}"
+
+
+def _zoo(comparison: Comparison, commands: markup.Commands) -> str:
+    """Empty where no model of the zoo was asked for."""
+    listed = markup.table(zoo_table(comparison), commands=commands)
+    return listed and listed + markup.table(tables.summary_table(comparison.zoo_summaries))
 
 
 def _explained(drawn: Sequence[Figure], numbers: str) -> str:

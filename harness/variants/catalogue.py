@@ -105,6 +105,11 @@ VARIANTS: Mapping[str, Variant] = {
             "handcaptured_compile_amp", "torch.compile captured by hand, autocast", "handcaptured", "amp",
             channels_last=True, fused=True, compile_mode="default", cuda_only=_GRAPHS,
         ),
+        Variant(
+            "handcaptured_compile_max_autotune_amp", "torch.compile max-autotune captured by hand, autocast",
+            "handcaptured", "amp", channels_last=True, fused=True, compile_mode="max-autotune-no-cudagraphs",
+            cuda_only=_GRAPHS,
+        ),
         Variant("kitsune_dropin_fp32", "Kitsune drop-in, float32", "kitsune_dropin", "fp32", channels_last=True),
         Variant("kitsune_dropin_amp", "Kitsune drop-in, autocast", "kitsune_dropin", "amp", channels_last=True),
         Variant(

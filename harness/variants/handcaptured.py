@@ -7,6 +7,7 @@ from torch import Tensor
 
 from harness.variants.catalogue import Variant
 from harness.variants.training import Ingredients, Training, compiled
+from models.workload import map_tensors, tensors_of
 
 _WARM_UP_STEPS = 3
 
@@ -23,7 +24,7 @@ class HandCapturedTraining(Training):
         self._model = compiled(variant, ingredients.model)
         self._optimizer = ingredients.adam(fused=True, capturable=True)
         x, y = ingredients.batches[0]
-        self._x, self._y = torch.empty_like(x), torch.empty_like(y)
+        self._x, self._y = map_tensors(torch.empty_like, x), torch.empty_like(y)
         self._warm_up_steps = 0
         self._side = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -33,11 +34,15 @@ class HandCapturedTraining(Training):
     def settled(self) -> bool:
         return self._graph is not None
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
     def _run(self, steps: int) -> Tensor:
-        static_x, static_y = self._x, self._y
+        static = (*tensors_of(self._x), self._y)
         for x, y in self._take(steps):
-            static_x.copy_(x)
-            static_y.copy_(y)
+            for target, source in zip(static, (*tensors_of(x), y), strict=True):
+                target.copy_(source)
             if self._graph is None and self._warm_up_steps < _WARM_UP_STEPS:
                 self._warm_up()
                 continue

@@ -44,8 +44,8 @@ class DropInTraining(LoopTraining):
         return self._kitsune.status().mode not in _UNSETTLED_MODES
 
     @property
-    def has_replayed(self) -> bool:
-        return self._kitsune.status().replays > 0
+    def num_replays(self) -> int:
+        return self._kitsune.status().replays
 
     def status(self) -> Mapping[str, object]:
         return self._kitsune.status().as_dict()
@@ -76,8 +76,12 @@ class TrainStepTraining(Training):
         return self._step.status().mode not in _UNSETTLED_MODES
 
     @property
-    def has_replayed(self) -> bool:
-        return self._step.status().replays > 0
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._step.optimizer
+
+    @property
+    def num_replays(self) -> int:
+        return self._step.status().replays
 
     def _run(self, steps: int) -> Tensor:
         step = self._step

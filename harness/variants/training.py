@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from harness import context, workloads
 from harness.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, WHOLE
 from harness.replay_plans import ReplayPlan
 from harness.variants.catalogue import Precision, Variant
+from models.workload import Inputs, map_tensors
 
 _NUM_BATCHES = 8
 _SEED = 0
@@ -29,8 +32,8 @@ class Ingredients:
     """Everything a training starts from, on the device and in the variant's layout."""
 
     model: nn.Module
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    batches: tuple[tuple[Tensor, Tensor], ...]
+    loss_fn: Callable[[Any, Tensor], Tensor]
+    batches: tuple[tuple[Inputs, Tensor], ...]
     learning_rate: float
     precision: Precision
     device: torch.device
@@ -64,14 +67,37 @@ def ingredients(variant: Variant, workload: models.Workload, batch_size: int, de
     if workload.channels_last and variant.uses_channels_last(device.type):
         layout = torch.channels_last
     module = workload.module.to(device)
-    batches = [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
+    batches = _batches(workload, batch_size, device)
     if layout is torch.channels_last:
         module = module.to(memory_format=layout)  # type: ignore[call-overload]  # torch's stubs omit this overload
-        batches = [(x.to(memory_format=layout), y) for x, y in batches]
+        batches = [(map_tensors(_channels_last, x), y) for x, y in batches]
     return Ingredients(module, workload.loss_fn, tuple(batches), workload.learning_rate, variant.precision, device)
 
 
-def compiled(variant: Variant, model: nn.Module) -> Callable[[Tensor], Tensor]:
+def _batches(workload: models.Workload, batch_size: int, device: torch.device) -> Sequence[tuple[Inputs, Tensor]]:
+    """The batches on the device, in memory of their own. On a GPU the variants of a process share what is drawn for the
+    harness's own models: images take seconds.
+    """
+    data = workload.data
+    is_ours = workload.name in (*models.names(large=True), *models.names(zoo=True))
+    if device.type == "cpu" or not is_ours or not isinstance(data, Hashable):
+        return [workload.batch(batch_size, index=index, device=device) for index in range(_NUM_BATCHES)]
+    drawn = _drawn(data, batch_size)
+    return [(map_tensors(lambda tensor: tensor.to(device), x), y.to(device)) for x, y in drawn]
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn(data: models.Data, batch_size: int) -> tuple[tuple[Inputs, Tensor], ...]:
+    """The batches on the CPU of a data set whose value alone decides them."""
+    return tuple(data.batch(batch_size, index=index) for index in range(_NUM_BATCHES))
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    """The tensor, laid out channels last if it holds images."""
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def compiled(variant: Variant, model: nn.Module) -> Callable[[Inputs], Any]:
     """The model, compiled if the variant says so."""
     return model if variant.compile_mode is None else torch.compile(model, mode=variant.compile_mode)
 
@@ -109,9 +135,23 @@ class Training(ABC):
         return True
 
     @property
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the parameters."""
+
+    def weights(self) -> Sequence[Tensor]:
+        """The parameters and buffers, as they are: to be read, or written to in place."""
+        return tuple(self._ingredients.model.state_dict().values())
+
+    @property
+    def num_replays(self) -> int:
+        """How many of the steps taken so far Kitsune has replayed; 0 for its peers."""
+        return 0
+
+    @property
     def has_replayed(self) -> bool:
-        """Whether Kitsune has replayed any of the steps taken so far; False for its peers."""
-        return False
+        """Whether it was any."""
+        return self.num_replays > 0
 
     def status(self) -> Mapping[str, object] | None:
         """What the variant says of itself, as JSON can hold it; None for those that say nothing."""
@@ -125,7 +165,7 @@ class Training(ABC):
         """The plan by which it replays at present, without measuring anything; None for those that tell of none."""
         return None
 
-    def _take(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _take(self, steps: int) -> Iterator[tuple[Inputs, Tensor]]:
         batches = self._ingredients.batches
         for _ in range(steps):
             yield batches[self._next_batch]
@@ -138,7 +178,7 @@ class LoopTraining(Training):
     def __init__(
         self,
         ingredients: Ingredients,
-        model: Callable[[Tensor], Tensor],
+        model: Callable[[Inputs], Any],
         optimizer: torch.optim.Optimizer,
         settles_after: int = 1,
     ) -> None:
@@ -146,6 +186,15 @@ class LoopTraining(Training):
         self._model = model
         self._optimizer = optimizer
         self._steps_to_settle = settles_after
+
+    def take_over(self, optimizer_state: dict[str, Any], other: Training) -> None:
+        """Goes on with an optimizer's state, which becomes this one's own, and with the other's next batch."""
+        self._optimizer.load_state_dict(optimizer_state)
+        self._next_batch = other._next_batch
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
 
     @property
     def settled(self) -> bool:

@@ -382,3 +382,58 @@ def write_long_history(root: Path, *, commits: int = 200, models: int = 50, seed
             if is_last:
                 records += [profile_record(run, case, variant, rng) for variant in times]
         Store(root).append(GPU_MACHINE, commit, records)
+
+
+_ZOO_MICROSECONDS = {
+    ("dlrm", 2048): (5200, 3100, 1900, 1650, 1500, 1480, 1700, 1690, 1460),
+    ("policy_value", 256): (1100, 900, 420, 95, 90, 91, 210, 150, 82),
+    ("lstm", 32): (4100, 4000, 3900, 3300, 3250, None, 4120, 4110, 4090),
+}
+_ZOO_VARIANTS = (
+    "eager_amp", "compile_amp", "compile_reduce_overhead_amp", "handcaptured_amp", "handcaptured_compile_amp",
+    "handcaptured_compile_max_autotune_amp", "kitsune_dropin_amp", "kitsune_deferred_amp", "kitsune_trainstep_amp",
+)  # fmt: skip
+
+
+def write_zoo_history(root: Path, *, seed: int = 3, rounds: int = 3) -> None:
+    """One commit on a GPU, of the zoo's profile: of LSTM a peer fails, and Kitsune runs it as plain PyTorch; a model's
+    package is not installed.
+    """
+    rng = random.Random(seed)
+    simulator = Simulator(rng)
+    run, commit = "zoo-run", COMMITS[-1]
+    records = [run_record(run, commit, _GPU_FACTS, started=STARTED) | {"profile": "zoo"}]
+    for (model, batch), microseconds in _ZOO_MICROSECONDS.items():
+        case = case_fields(model, batch, "cuda")
+        timed = zip(_ZOO_VARIANTS, microseconds, strict=True)
+        seconds = {name: time * 1e-6 for name, time in timed if time is not None}
+        records += [
+            skip_record(run, case, name, "RuntimeError: no kernel fits\nTraceback …", "failed")
+            for name in _ZOO_VARIANTS
+            if name not in seconds
+        ]
+        records += [round_record(run, k, case, simulator.blocks(seconds)) for k in range(rounds)]
+        for name in seconds:
+            profile = profile_record(run, case, name, rng)
+            if name.startswith("kitsune"):
+                aside = {"mode": "eager", "reason": "a recurrent layer of torch is called"}
+                profile["kitsune"] = {"setup_seconds": 2.5, **(aside if model == "lstm" else {"mode": "replay"})}
+            profile["continuation"] = _continuation(model, name)
+            records.append(profile)
+    absent = case_fields("timm_vit_small", 32, "cuda")
+    records += [skip_record(run, absent, name, "timm is not installed: install it") for name in (*_VARIANTS, _TUNED)]
+    Store(root).append(GPU_MACHINE, commit, records)
+
+
+def _continuation(model: str, variant: str) -> dict[str, object]:
+    """Twenty losses from one state: Kitsune's drop-in form is wrong on one model."""
+    eager = [2.0 - 0.05 * step for step in range(20)]
+    apart = 1.3 if (model, variant) == ("policy_value", "kitsune_dropin_amp") else 1.001
+    is_replayed = variant.startswith("kitsune") and model != "lstm"
+    return {
+        "losses": eager if variant == "eager_amp" else [apart * loss for loss in eager], "eager": eager,
+        "eager_again": [1.0005 * loss for loss in eager], "num_replays": 20 if is_replayed else 0,
+    }  # fmt: skip
+
+
+_TUNED = "handcaptured_compile_max_autotune_amp"

@@ -1,5 +1,8 @@
 """What a measurement is told by its surroundings."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,7 +101,28 @@ def test_what_is_measured_can_be_narrowed_down() -> None:
     assert [case.name for case in found.cases("cpu")] == ["mlp-b64", "lenet-b64"]
 
 
+def test_the_zoo_is_measured_by_its_profile_or_by_name() -> None:
+    for variables, expected in (
+        ({}, False),
+        ({"HARNESS_PROFILE": "full"}, False),
+        ({"HARNESS_PROFILE": "zoo"}, True),
+        ({"HARNESS_PROFILE": "zoo", "HARNESS_CASES": "mlp-b64"}, False),
+        ({"HARNESS_CASES": "mlp-b64 dlrm-b2048"}, True),
+    ):
+        assert context.measures_zoo(variables) is expected
+
+
 @pytest.mark.parametrize(("name", "words"), [("CASES", "no case 'x'; there are"), ("VARIANTS", "no variant 'x'")])
 def test_unknown_names_are_told(name: str, words: str) -> None:
     with pytest.raises(context.ContextError, match=words):
         context.from_environment({**ASV, "HARNESS_HEAD": "b" * 40, f"HARNESS_{name}": "x"})
+
+
+def test_asv_has_benchmarks_of_the_zoo_only_where_it_is_measured() -> None:
+    script = (
+        "from harness.benchmarks import training; print(len(training.Zoo.params[1]) if hasattr(training, 'Zoo') else 0)"
+    )
+    for profile, expected in (("quick", 0), ("zoo", len({case.name for case in profiles.ZOO}))):
+        variables = {**os.environ, "HARNESS_PROFILE": profile, "HARNESS_CASES": ""}
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=variables, capture_output=True, check=True)
+        assert int(done.stdout) == expected

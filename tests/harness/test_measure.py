@@ -120,6 +120,10 @@ class Recorded(Training):
         self.log, self.name, self.settles_after, self.steps = log, name, settles_after, 0
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._ingredients.adam()
+
+    @property
     def settled(self) -> bool:
         return self.steps >= self.settles_after
 

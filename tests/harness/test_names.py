@@ -17,7 +17,7 @@ def test_names_agree_with_the_catalogue() -> None:
 
 def test_variants_are_ordered_by_precision_and_kitsune_comes_last() -> None:
     ordered = sorted([*VARIANTS, "mine_fp8"], key=names.order)
-    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 10 + ["tf32"] + ["amp"] * 11 + ["fp8"]
+    assert [names.precision_of(name) for name in ordered] == ["fp32"] * 10 + ["tf32"] + ["amp"] * 12 + ["fp8"]
     assert [names.is_kitsune(name) for name in ordered[:10]] == [False] * 4 + [True] * 6
     assert [names.is_product(name) for name in ordered[:10]] == [False] * 4 + [True] * 2 + [False, True] + [False] * 2
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from harness import asv_process, environment, profiles, project, run, run_plan, variants
-from harness.benchmarks.training import Training
 from harness.interruptions import Interrupted
 from harness.progress import Watch
 from harness.project import Project
@@ -89,14 +88,14 @@ def chosen(plan: Plan, track: str) -> set[tuple[str, str]]:
     patterns = [re.compile(pattern) for pattern in plan.patterns()]
     return {
         (variant, case)
-        for variant in Training.params[0]
-        for case in Training.params[1]
+        for variant in variants.names()
+        for case in dict.fromkeys(case.name for case in (*profiles.CASES, *profiles.ZOO))
         if any(pattern.search(f"training.Training.{track}({variant!r}, {case!r})") for pattern in patterns)
     }
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("profile", ["quick", "sweep", "full"])
+@pytest.mark.parametrize("profile", ["quick", "sweep", "full", "zoo"])
 def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
     profile: profiles.Name, device_type: profiles.DeviceType
 ) -> None:
@@ -113,6 +112,24 @@ def test_asv_is_asked_for_what_the_profile_measures_and_nothing_else(
         for variant, case in measured
         if profiles.needs_profile(profile, variant, at_head=True)
     }
+
+
+def test_models_of_the_zoo_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment, "visible_gpu", lambda: None)
+    monkeypatch.setattr(environment, "write_asv_machine_file", lambda: "here")
+    monkeypatch.setattr(project, "here", lambda: Project(ROOT, tmp_path, is_kitsune=True))
+    given = ["HEAD", "--profile", "zoo", "--model", "clip,dlrm", "--model", "vae"]
+    found = run_plan.plan_of(run._parser().parse_args(given))
+    assert found.selection.cases == ("dlrm-b64", "vae-b8", "clip-b4")
+    assert {case for _, case in chosen(found, "track_step_seconds")} == set(found.selection.cases)
+    with pytest.raises(ValueError, match="the quick profile has no model 'clip' here; it has mlp, lenet, resnet18"):
+        run_plan.plan_of(run._parser().parse_args(["HEAD", "--model", "clip"]))
+
+
+def test_models_and_cases_are_not_chosen_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--model", "mlp", "--case", "mlp-b64"])
+    assert "--model and --case both choose what is measured: give one of them" in capsys.readouterr().err
 
 
 def test_phases_are_steps_of_their_own_where_they_are_asked_for() -> None:

@@ -13,6 +13,7 @@ import pytest
 from asv.results import iter_results_paths
 
 from harness import records
+from harness.continuation import Continuation
 from harness.replay_plans import ReplayPlan
 from harness.store import ResultsError, Store, reader_modules
 from harness.whole_files import write_whole
@@ -136,6 +137,28 @@ def test_a_profile_of_impossible_seconds_is_refused(field: str, value: object) -
     profile = sample.profile_record("r", CASE, "kitsune_dropin_fp32", sample.random.Random(0)) | {"schema": 2}
     with pytest.raises(records.RecordError, match=rf"^{field}\b"):
         records.parse_record(profile | {field: value})
+
+
+CONTINUATION = {"losses": [2.0, None], "eager": [2.0, 1.0], "eager_again": [2.0, 1.0], "num_replays": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"losses": [2.0]}, "continuation: losses of 1 and 2 and 2 steps"),
+        ({"losses": [], "eager": [], "eager_again": []}, "continuation: losses of 0 and 0 and 0 steps"),
+        ({"eager": 7}, r"continuation\.eager: expected a list of losses, got 7"),
+        ({"eager": [2.0, "1"]}, r"continuation\.eager: expected a number, got '1'"),
+        ({"num_replays": -1}, "num_replays: expected a whole number from 0, got -1"),
+    ],
+)
+def test_a_profile_of_a_damaged_continuation_is_refused(change: dict[str, object], words: str) -> None:
+    profile = sample.profile_record("r", CASE, "kitsune_dropin_fp32", sample.random.Random(0)) | {"schema": 2}
+    found = records.parse_record(profile | {"continuation": CONTINUATION})
+    assert isinstance(found, records.Profile)
+    assert found.continuation == Continuation((2.0, None), (2.0, 1.0), (2.0, 1.0), 2)
+    with pytest.raises(records.RecordError, match=words):
+        records.parse_record(profile | {"continuation": {**CONTINUATION, **change}})
 
 
 @pytest.mark.parametrize("cases", ["mlp-b64", [1], {"mlp-b64": 1}])

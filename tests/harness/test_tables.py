@@ -46,7 +46,7 @@ def test_rounds_that_ran_otherwise_are_told(tmp_path: Path) -> None:
 def test_means_are_speed_ups_as_the_rows_are(tmp_path: Path) -> None:
     sample.write_gpu_history(tmp_path, rounds=2)
     comparison = compare(Store(tmp_path).load(sample.GPU_MACHINE), folder=tmp_path)
-    for row, summary in zip(tables.summary_table(comparison).rows, comparison.summaries, strict=True):
+    for row, summary in zip(tables.summary_table(comparison.summaries).rows, comparison.summaries, strict=True):
         assert row[3].text == formats.ratio_with_interval(summary.over_eager)
         assert row[3].key == summary.over_eager.ratio > 1
 

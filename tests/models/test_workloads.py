@@ -8,18 +8,10 @@ import torch
 import models
 from models import bert, gpt2
 from models.mlp import MLP
+from models.workload import map_tensors, tensors_of
 
 LARGE = models.names(large=True)[len(models.names()) :]
 EVERY = [*models.names(), *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)]
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A workload that can be built here."""
-    reason = models.missing(request.param)
-    if reason is not None:
-        pytest.skip(reason)
-    return str(request.param)
 
 
 def state(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -48,8 +40,13 @@ def test_names_are_the_choices() -> None:
     assert models.names() == ("mlp", "lenet", "resnet18")
     assert models.names(large=True) == (*models.names(), "resnet50", "vit_b_16", "bert_base", "gpt2_small")
     for function in (models.build, models.missing):
-        with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of: mlp, lenet, .*, gpt2_small$"):
+        with pytest.raises(ValueError, match=r"no model 'vgg'; choose one of: mlp, lenet, .*, gpt2_small, .*, dlrm"):
             function("vgg")
+
+
+def test_one_size_alone_is_not_tiny() -> None:
+    with pytest.raises(ValueError, match=r"'lenet' has one size; .* of the zoo alone: diffusion_unet, dlrm"):
+        models.build("lenet", tiny=True)
 
 
 @pytest.mark.parametrize("name", EVERY, indirect=True)
@@ -138,6 +135,15 @@ def test_resnet_has_the_cifar_stem() -> None:
     assert (stem.kernel_size, stem.stride, stem.padding, stem.bias) == ((3, 3), (1, 1), (1, 1), None)
     features = torch.nn.Sequential(*list(module.children())[:-2])
     assert features(torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+
+
+def test_what_a_module_is_given_can_be_changed_whether_it_is_one_tensor_or_several() -> None:
+    one, two = torch.ones(2), torch.zeros(3)
+    assert tensors_of(one) == (one,)
+    assert tensors_of((one, two)) == (one, two)
+    assert torch.equal(tensors_of(map_tensors(torch.neg, one))[0], -one)
+    changed = map_tensors(lambda tensor: tensor + 1, (one, two))
+    assert [tensor.tolist() for tensor in tensors_of(changed)] == [[2, 2], [1, 1, 1]]
 
 
 def test_mlp_takes_other_sizes() -> None:

@@ -21,6 +21,7 @@ EXPECTED = [
     "handcaptured_amp",
     "handcaptured_compile_fp32",
     "handcaptured_compile_amp",
+    "handcaptured_compile_max_autotune_amp",
     "kitsune_dropin_fp32",
     "kitsune_dropin_amp",
     "kitsune_deferred_fp32",
@@ -99,6 +100,12 @@ def test_the_unfused_drop_in_loop_does_without_what_the_unfused_whole_step_does_
         loop, whole = (variants.get(f"kitsune_{form}_unfused_{precision}") for form in ("dropin", "trainstep"))
         assert (loop.family, whole.family) == ("kitsune_dropin", "kitsune_trainstep")
         assert replace(loop, name=whole.name, title=whole.title, family=whole.family) == whole
+
+
+def test_with_max_autotune_what_is_captured_by_hand_differs_in_its_mode_alone() -> None:
+    default, tuned = (variants.get(f"handcaptured_compile_{name}amp") for name in ("", "max_autotune_"))
+    assert (default.compile_mode, tuned.compile_mode) == ("default", "max-autotune-no-cudagraphs")
+    assert replace(tuned, name=default.name, title=default.title, compile_mode="default") == default
 
 
 def test_on_the_cpu_float32_variants_share_eager_s_layout() -> None:

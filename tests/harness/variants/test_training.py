@@ -1,17 +1,19 @@
 """Trainings: all variants start alike and take the same batches."""
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
 import kitsune
+import models
 from harness import variants
 from harness.replay_plans import ReplayPlan
 from harness.variants.availability import unavailable
 from harness.variants.building import start
 from harness.variants.kitsune import DropInTraining
-from harness.variants.training import Training, prepare
+from harness.variants.training import Training, _batches, _drawn, ingredients, prepare
 
 CPU = torch.device("cpu")
 HERE = [variant for variant in variants.VARIANTS.values() if variant.cuda_only is None and variant.compile_mode is None]
@@ -42,6 +44,45 @@ def test_float32_variants_train_as_eager_does(name: str, model: str) -> None:
 def test_autocast_variants_train_as_eager_autocast_does(name: str) -> None:
     expected = torch.tensor(losses("eager_amp", 12))
     torch.testing.assert_close(torch.tensor(losses(name, 12)), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in HERE if variant.precision == "amp"])
+def test_modules_may_be_given_several_tensors(name: str) -> None:
+    variant = variants.get(name)
+    found = ingredients(variant, models.build("diffusion_unet", tiny=True), 2, CPU)
+    x, _ = found.batches[0]
+    assert isinstance(x, tuple)
+    images, steps = x
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert (steps.shape, steps.dtype) == ((2,), torch.int64)
+    assert torch.isfinite(start(variant, found).run(2))
+
+
+def test_what_is_drawn_for_a_gpu_is_drawn_once_and_every_variant_has_its_own() -> None:
+    """On torch's device without memory, so that it needs none."""
+    meta = torch.device("meta")
+    _drawn.cache_clear()
+    found = [_batches(models.build("dlrm", tiny=True), 4, meta) for _ in range(2)]
+    assert (_drawn.cache_info().misses, _drawn.cache_info().hits) == (1, 1)
+    assert len(found[0]) == len(found[1]) == 8
+    (x, y), (other_x, other_y) = found[0][0], found[1][0]
+    assert [tensor.shape for tensor in x] == [tensor.shape for tensor in other_x] == [(4, 13), (4, 4)]
+    assert y.device == meta
+    assert y is not other_y
+    own = dataclasses.replace(models.build("dlrm", tiny=True), name="mine")
+    _batches(own, 4, meta)
+    assert (_drawn.cache_info().misses, _drawn.cache_info().hits) == (1, 1)
+
+
+@pytest.mark.gpu
+def test_several_tensors_can_be_captured_by_hand() -> None:
+    found = {}
+    for name in ("eager_fp32", "handcaptured_fp32"):
+        variant = variants.get(name)
+        workload = models.build("diffusion_unet", tiny=True)
+        ready = start(variant, ingredients(variant, workload, 2, torch.device("cuda")))
+        found[name] = torch.stack([ready.run(1).clone() for _ in range(12)])
+    torch.testing.assert_close(found["handcaptured_fp32"], found["eager_fp32"], rtol=5e-2, atol=5e-2)
 
 
 def test_only_the_loops_that_are_no_defaults_say_so() -> None:
