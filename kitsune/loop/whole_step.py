@@ -484,13 +484,11 @@ class WholeStep(GuardedStep):
         try:
             with self._budget.spending():
                 is_over = self._fusing is None or self._fusing.advance()
-                new = [] if self._fusing is None else list(self._fusing.new())
-                if is_over and self._fusing is not None:
-                    self._fusing.result()  # raises what went wrong
+                new = () if self._fusing is None else self._fusing.new()
                 found = planning.rewritten(program.module, new, inputs, self._log.do_without)
                 self._is_improving = not is_over
                 if is_over:
-                    self._fusing = None
+                    self._end_fusing()
                     found = [*found, *self._on_streams(program, found, inputs)]
                 self._add(found, inputs)
         except RefusedError:
@@ -503,6 +501,14 @@ class WholeStep(GuardedStep):
             self._log.do_without(Refusal(reason))
         if not self._is_improving and not self._others:
             self.chooser.will_not_improve()
+
+    def _end_fusing(self) -> None:
+        fusing, self._fusing = self._fusing, None
+        try:
+            if fusing is not None:
+                fusing.result()
+        except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
+            self._log.do_without(Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})"))
 
     def _on_streams(
         self, program: StepProgram, found: Sequence[Planned], inputs: Sequence[torch.Tensor]

@@ -30,7 +30,14 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
     def only(*args: Any, **options: Any) -> tuple[planning.Planned, ...]:
         return tuple(planned for planned in others(*args, **options) if is_wanted(planned.plan))[:1]
 
+    add = whole_step.WholeStep._add
+
+    def add_one(step: whole_step.WholeStep, found: Sequence[planning.Planned], inputs: Sequence[torch.Tensor]) -> None:
+        wanted = [planned for planned in found if is_wanted(planned.plan)]
+        add(step, wanted[: 1 - len(step._others)], inputs)
+
     monkeypatch.setattr(planning, "others", only)
+    monkeypatch.setattr(whole_step.WholeStep, "_add", add_one)
     monkeypatch.setattr(whole_step.WholeStep, "_most_and_room", lambda *_: (None, None))
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
@@ -57,8 +64,9 @@ def fused_at_once(module: fx.GraphModule, device: torch.device) -> Fusing:
 
 def fuse_all_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets replacements be used whatever their times, in channels_last where that is tried. Kernels keep one form."""
-    result = Fusing.result
+    result, new = Fusing.result, Fusing.new
     monkeypatch.setattr(Fusing, "result", lambda under_way: result(under_way)[-1:])
+    monkeypatch.setattr(Fusing, "new", lambda under_way: new(under_way)[-1:])
     monkeypatch.setattr(rewriting, "compile_ahead", lambda *_, **__: ())
     monkeypatch.setattr(judge, "device_us", lambda *_, **__: 1.0)
     monkeypatch.setattr(judge, "_CLEARLY_FASTER", 1.0)

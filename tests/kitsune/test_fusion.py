@@ -15,7 +15,6 @@ from torch.nn import functional
 import kitsune
 import models
 from kitsune.engine import rewriting
-from kitsune.errors import Refusal
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
 from kitsune.loop import contest, planning
@@ -23,8 +22,6 @@ from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always, never
 from tests.kitsune.passes.running import OPERATORS
-from tests.kitsune.plans import fused_at_once
-from tests.kitsune.steps import traced_step
 from tests.kitsune.test_streams import costs_of_a_gpu
 from tests.kitsune.training import Net, Training, batch, compare, sgd
 
@@ -254,30 +251,28 @@ def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.M
         raise torch.OutOfMemoryError("too little memory")
 
     monkeypatch.setattr(rewriting, "compile_ahead", fail)
-    module, (x, y) = Net(), batch(0)[0]
-    inputs = traced_step(module, functional.cross_entropy, x, y)
-    refusals: list[Refusal] = []
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
-    under_way = fused_at_once(inputs.module, torch.device("cpu"))
-    found = planning.others(
-        inputs.module, inputs.inputs, num_streams=2, fusing=under_way, max_bytes=None, refused=refusals.append
-    )
-    assert {planned.plan.schedule.num_streams for planned in found} == {2}
-    assert ["OutOfMemoryError" in refusal.reason for refusal in refusals] == [True]
+    monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)
+    status = train(rtol=0, atol=0, num_streams=2, replays=STEPS - EAGER).status()
+    assert {schedule.num_streams for schedule in status.schedules} == {1, 2}
+    assert any("fusing failed (OutOfMemoryError: too little memory)" in refusal for refusal in status.refusals)
 
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_a_fused_step_that_leaves_other_values_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def fused_wrongly(under_way: Fusing) -> tuple[rewriting.Rewritten, ...]:
-        ((graph, fusions),) = result(under_way)
+        found = new(under_way)
+        if not found:
+            return ()
+        ((graph, fusions),) = found
         wrong = copy.deepcopy(graph)
         node = next(node for node in wrong.graph.nodes if node.target == torch.ops.aten.addmm.default)
         node.kwargs = {"alpha": 1.01}
         wrong.recompile()
         return ((wrong, fusions),)
 
-    result = Fusing.result
-    monkeypatch.setattr(Fusing, "result", fused_wrongly)
+    new = Fusing.new
+    monkeypatch.setattr(Fusing, "new", fused_wrongly)
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
     assert not any(schedule.fused for schedule in status.schedules)
     assert any("was compared with the captured one: " in refusal for refusal in status.refusals)

@@ -36,7 +36,7 @@ class Device:
         if isinstance(found := self.times[form], Exception):
             raise found
 
-    def device_us(self, run: Callable[[], object], _device: torch.device, *, limit_s: float) -> float:
+    def device_us(self, run: Callable[[], object], _device: torch.device, *, limit_s: float, rival_us: float) -> float:
         assert 0 < limit_s < 1
         run()
         form, _ = self.runs[-1]

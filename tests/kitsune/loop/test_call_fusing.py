@@ -17,10 +17,11 @@ from torch.nn import functional
 import kitsune
 import models
 from kitsune.capture.split_program import SplitProgram, trace_split
+from kitsune.engine import rewriting
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import Chooser
 from kitsune.graph import dataflow
-from kitsune.loop import call_fusing, fusing, planning, split_step
+from kitsune.loop import call_fusing, planning, split_step
 from kitsune.loop.call_fusing import fused_call
 from tests.kitsune import static_memory
 from tests.kitsune.capture.graphs import flat_graph
@@ -41,8 +42,8 @@ def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
     for module in ("split_step", "drop_in"):
         monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(always))
-    monkeypatch.setattr(fusing, "INDUCTOR", OPERATORS)
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
+    monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
 
 
@@ -104,7 +105,7 @@ def test_without_fusion_nothing_is_tried(options: dict[str, Any], monkeypatch: p
 
 @pytest.mark.usefixtures("replay_is_faster")
 def test_where_nothing_is_worth_fusing_the_call_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "Measured", lambda *_, **__: Judge(never))
+    monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(never))
     training = train(rtol=0, atol=0, replays=STEPS - 6)
     assert not training.status().fused
 
@@ -227,7 +228,7 @@ class Several(nn.Module):
 
 
 def improved(program: SplitProgram, flat: list[Tensor]) -> SplitProgram | None:
-    under_way = call_fusing.call_fusing(program, flat[0].device)
+    under_way = call_fusing.call_fusing(program, flat)
     if under_way is None:
         return None
     assert under_way.advance()

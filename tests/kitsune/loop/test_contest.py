@@ -97,7 +97,7 @@ class Race:
         )
 
     def open(self) -> None:
-        self.contest.open(self._others)
+        self.contest.open(self._others, INPUTS)
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

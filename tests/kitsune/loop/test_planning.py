@@ -139,15 +139,8 @@ def rewriting(
 ) -> tuple[tuple[Planned, ...], list[Refusal]]:
     """What comes of a graph of `function` that is rewritten as that of `other`."""
     refused = list[Refusal]()
-    rewritten = Rewritten(trace(function, [x]), trace(other, [x]))
-    plans = planning.others(
-        rewritten.module,
-        [x],
-        num_streams=1,
-        fusing=rewritten,  # type: ignore[arg-type]
-        max_bytes=None,
-        refused=refused.append,
-    )
+    found = [(trace(other, [x]), ())]
+    plans = planning.rewritten(trace(function, [x]), found, [x], refused.append)
     return plans, refused
 
 
@@ -171,6 +164,6 @@ def test_a_rewritten_step_that_attends_to_what_lies_otherwise_is_not_run() -> No
     plans, refused = rewriting(
         lambda x: [attend(x)], lambda x: [attend(x.transpose(2, 3).contiguous().transpose(2, 3))], x
     )
-    assert plans == ()
+    assert plans == []
     (refusal,) = refused
     assert "takes heads whose elements lie one after the other" in refusal.reason
