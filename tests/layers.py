@@ -37,7 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "schedule": ("device", "plan", "graph", "timing"),
     "memory": ("device", "plan", "graph"),
     "execution": ("device", "native", "graph", "plan", "kernels", "memory"),
-    "engine": ("device", "capture", "graph", "kernels", "passes", "plan", "fusion", "timing"),
+    "engine": ("device", "cache_files", "capture", "graph", "kernels", "passes", "plan", "fusion", "timing"),
     "fallback": ("budget", "timing"),
     "loop": (
         "status",

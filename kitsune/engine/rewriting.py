@@ -17,7 +17,7 @@ from kitsune.background import Background
 from kitsune.errors import Refusal
 from kitsune.fusion.ahead import Foresight, compile_ahead
 from kitsune.fusion.engine import FusionEngine
-from kitsune.fusion.judge import Judge, Measured, Verdict, known
+from kitsune.fusion.judge import LATE, SHORT_OF_MEMORY, Judge, Measured, Verdict, known
 from kitsune.fusion.match import Alone
 from kitsune.fusion.operands import convolutions_allow_tf32
 from kitsune.fusion.templates import OF_LAYERS, OF_THE_STEP, TEMPLATES
@@ -52,6 +52,11 @@ _CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_
 
 Rewritten = tuple[fx.GraphModule, tuple[Fusion, ...]]
 """A graph, and what was tried to make it."""
+
+
+def is_final(rewritten: Rewritten) -> bool:
+    """Whether nothing was left out that may be tried another time."""
+    return not any(fusion.refusal in (LATE, SHORT_OF_MEMORY) for fusion in rewritten[1])
 
 
 Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
@@ -179,7 +184,7 @@ def _with_regions(fused: Rewritten, judge: Judge, is_late: Callable[[], bool], c
     judged = _JudgedRegions(judge)
 
     def refuse(device: torch.device) -> Refusal | None:
-        return Refusal("there was no time left to try it") if is_late() else INDUCTOR.refuse(device)
+        return Refusal(LATE) if is_late() else INDUCTOR.refuse(device)
 
     def compile(region: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Code:
         entry = f"region {graph_signature(region.graph)}"

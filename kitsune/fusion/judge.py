@@ -22,6 +22,9 @@ _CLEARLY_FASTER = 0.97
 
 _SECONDS = 0.1
 
+LATE = "there was no time left to try it"
+SHORT_OF_MEMORY = "there is too little memory to try it"
+
 _NEVER_US = 1e11  # kept for what never works
 
 _failures: dict[tuple[torch.device, str], str] = {}  # of this process: they may pass
@@ -64,7 +67,7 @@ class Measured:
         if verdict is not None:
             return verdict
         if self.is_late():
-            return Verdict("there was no time left to try it")
+            return Verdict(LATE)
         _tell(key, alone)
         try:
             if not agree(alone, self._device):
@@ -86,7 +89,7 @@ class Measured:
         """Tries again when there may be memory; in another process what may have failed in passing."""
         causes = list(_causes(error))
         if any(isinstance(one, torch.OutOfMemoryError) for one in causes):
-            return Verdict("there is too little memory to try it")
+            return Verdict(SHORT_OF_MEMORY)
         refusal = f"it failed: {first_line(error)}"
         if any(is_of_compiler(one) for one in causes):
             return self._never(key, refusal)

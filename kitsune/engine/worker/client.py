@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from kitsune.device import synchronize
+from kitsune.engine.store import ProgramStore, key_of
 from kitsune.engine.worker import start
 from kitsune.engine.worker.messages import (
     Cancel,
@@ -40,6 +41,7 @@ from kitsune.engine.worker.samples import sampled
 from kitsune.engine.worker.switches import switches
 from kitsune.errors import Refusal
 from kitsune.graph.serialize import dumped, packed
+from kitsune.graph.signature import graph_signature
 from kitsune.timing import CostCache
 
 _log = logging.getLogger("kitsune")
@@ -63,6 +65,7 @@ class Ticket:
 
     Attributes:
         job: what the worker gets.
+        key: see `kitsune.engine.store`.
         found: programs that may be faster, as far as they are known.
         is_done: whether that is all.
         refusals: what ended a worker, since the last look of whoever waits.
@@ -73,6 +76,7 @@ class Ticket:
     """
 
     job: Job
+    key: str
     found: list[Faster] = field(default_factory=list)
     is_done: bool = False
     failure: str | None = None
@@ -124,6 +128,7 @@ class Worker:
 
     def __init__(self, device: torch.device, modules: Sequence[str] = ()) -> None:
         self.device, self._modules = device, modules
+        self._store = ProgramStore.of_user()
         self._slices = Slices()
         self._tickets: deque[Ticket] = deque()  # the first one is in work, or about to be
         self._number = 0
@@ -169,21 +174,25 @@ class Worker:
             OSError: there is no worker.
             TypeError, ValueError: it cannot be handed over.
         """
+        inductor = _inductor()
+        key = key_of(graph_signature(module.graph), self.device, {"inductor": inductor, "is_whole": is_whole})
         self._number += 1
         uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
-        ticket = Ticket(
-            Job(
-                number=self._number,
-                program=packed(module),
-                device=self.device,
-                uuid=uuid,
-                switches=switches(),
-                inductor=_inductor(),
-                samples=dumped(sampled(inputs)),
-                is_whole=is_whole,
-                is_careful=False,
-            )
+        job = Job(
+            number=self._number,
+            program=packed(module),
+            device=self.device,
+            uuid=uuid,
+            switches=switches(),
+            inductor=inductor,
+            samples=dumped(sampled(inputs)),
+            is_whole=is_whole,
+            is_careful=False,
         )
+        known = self._store.read(key)
+        if known is not None:
+            return Ticket(job, key, list(known), is_done=True)
+        ticket = Ticket(job, key)
         if self._process is not None and self._process.poll() is not None:  # for want of programs
             self._kill()
         self.start()
@@ -281,6 +290,8 @@ class Worker:
         if isinstance(message, Result):
             CostCache.of(self.device).adopt(message.costs)
             ticket.is_done = True
+            if message.is_final:
+                self._store.write(ticket.key, ticket.found)
         else:
             ticket.failure = message.reason
         self._begin()

@@ -134,10 +134,12 @@ class Result(NamedTuple):
     Attributes:
         number: the job's.
         costs: what was measured meanwhile, in microseconds by signature.
+        is_final: whether another run would find no more.
     """
 
     number: int
     costs: Mapping[str, float]
+    is_final: bool
 
 
 class Failed(NamedTuple):

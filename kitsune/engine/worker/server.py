@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import pickle
 import threading
@@ -15,7 +16,7 @@ from torch import fx
 
 from kitsune.background import is_quiet, wait_until_quiet
 from kitsune.device import synchronize
-from kitsune.engine.rewriting import Rewritten, Telling, generated, rewriting
+from kitsune.engine.rewriting import Rewritten, Telling, generated, is_final, rewriting
 from kitsune.engine.worker.messages import (
     Cancel,
     Done,
@@ -69,7 +70,7 @@ class Server:
         Raises:
             EOFError, OSError: the other end is closed.
         """
-
+        importlib.import_module("torch._inductor.compile_fx")  # takes seconds, and every job needs it
         turns.ask_by(self._turn)
         logger = logging.getLogger("kitsune")
         logger.addHandler(_Teller(self._send))
@@ -105,10 +106,12 @@ class Server:
         module = unpacked(job.program)
         if job.is_whole:
             self._generate(module, job)
-        for one in self._rewritten(module, job.device):
+        found = self._rewritten(module, job.device)
+        for one in found:
             self._run(one, job)
             self._send(Found(job.number, _faster(one)))
-        return Result(job.number, {key: us for key, us in cache.entries().items() if known.get(key) != us})
+        costs = {key: us for key, us in cache.entries().items() if known.get(key) != us}
+        return Result(job.number, costs, all(map(is_final, found)))
 
     def _generate(self, module: fx.GraphModule, job: Job) -> None:
         """Has code generated for all of the program."""

@@ -67,10 +67,10 @@ def test_what_faults_hangs_or_gives_other_numbers_is_refused_by_name_and_the_res
     fusions = {fusion.template: fusion.refusal for one in ticket.found for fusion in one.fusions}
     assert fusions["planted fault"] == fusions["planted hang"] == "it ended the process that tried it, or hung there"
     assert fusions["planted other"] == "its results differ from those of what it would replace"
-    again = worker.hand_over(module, inputs)
-    wait_for(worker, again)
-    assert again.ends == 0
-    assert again.refusals == []
+    again = make("tests.kitsune.engine.worker.plant").hand_over(module, inputs)
+    assert again.is_over, "what was found is on disk"
+    assert again.found == ticket.found
+    assert (again.ends, again.refusals) == (0, [])
 
 
 def test_a_program_is_made_faster_beside_the_training(make: Callable[..., Worker]) -> None:
@@ -121,7 +121,7 @@ def test_of_a_worker_that_cannot_begin_the_reason_is_told(
 
 def test_who_does_not_wait_any_more_keeps_nobody_else_waiting(make: Callable[..., Worker]) -> None:
     worker, module = make("tests.kitsune.engine.worker.plant"), trace(lambda x: [x.exp()], [torch.randn(64)])
-    first, second = (worker.hand_over(module, [torch.randn(64)]) for _ in range(2))
+    first, second = (worker.hand_over(module, [torch.randn(64)], is_whole=whole) for whole in (False, True))
     worker.cancel(first)
     wait_for(worker, second)
     assert second.failure is None

@@ -1,0 +1,98 @@
+"""What was found for a program, on disk: the next run of a script starts with it, and tries nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kitsune.cache_files import CacheDirectory
+from kitsune.config import cache_dir
+from kitsune.engine.worker.messages import Faster
+from kitsune.timing.identity import identity
+
+_MOST_FILES = 256
+_MOST_BYTES = 256 * 2**20
+_LEFTOVER_SECONDS = 3600.0  # what a killed process has left
+_SEAL_BYTES = 32
+
+_log = logging.getLogger("kitsune")
+
+
+class ProgramStore:
+    """The faster forms of programs, a file for each program, in the user's cache.
+
+    A file that is damaged, too large, or somebody else's counts as absent. Nothing is read or written where others can
+    change the directory, for code is loaded from it (see `kitsune.cache_files`).
+
+    Args:
+        directory: None: nothing is kept.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    @classmethod
+    def of_user(cls) -> ProgramStore:
+        """The one in the user's cache."""
+        return cls(cache_dir())
+
+    def read(self, key: str) -> tuple[Faster, ...] | None:
+        """What was kept for the program with a `key_of`; None where nothing is there."""
+        if self._directory is None:
+            return None
+        try:
+            with CacheDirectory.open(self._directory) as directory:
+                content = directory.read(_name(key), _MOST_BYTES)
+                directory.touch(_name(key))
+        except OSError:
+            return None
+        seal, body = content[:_SEAL_BYTES], content[_SEAL_BYTES:]
+        if hashlib.sha256(body).digest() != seal:
+            return None
+        with suppress(Exception):  # whatever it is, it is of no use
+            found: tuple[Faster, ...] = pickle.loads(body)
+            return found
+        return None
+
+    def write(self, key: str, programs: Sequence[Faster]) -> None:
+        """Keeps what was found; says in the log why not, if it cannot."""
+        if self._directory is None:
+            return
+        body = pickle.dumps(tuple(programs), pickle.HIGHEST_PROTOCOL)
+        if len(body) + _SEAL_BYTES > _MOST_BYTES:
+            return
+        try:
+            with CacheDirectory.open(self._directory, create=True) as directory:
+                directory.write(_name(key), hashlib.sha256(body).digest() + body)
+                directory.sweep("program-*.bin", most=_MOST_FILES)
+                directory.sweep("program-*.tmp", most=_MOST_FILES, most_seconds=_LEFTOVER_SECONDS)
+        except OSError as error:
+            _log.info("faster forms of a program were not kept in %s: %s", self._directory, error)
+
+
+def key_of(graph: str, device: torch.device, options: Mapping[str, Any]) -> str:
+    """A key for a program: equal where the same forms serve, in all processes.
+
+    Args:
+        graph: its `graph_signature`, which covers torch's switches.
+        device: where it runs.
+        options: on what else the forms depend.
+    """
+    facts = {
+        "graph": graph,
+        "identity": identity(device),
+        "options": {name: repr(one) for name, one in options.items()},
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _name(key: str) -> str:
+    return f"program-{key}.bin"
