@@ -61,10 +61,10 @@ class Config:
         num_streams: the most CUDA streams on which `TrainStep` tries to run the captured step, and
             `KitsuneOptimizer` in a loop the backward pass, 1 to 8; what is measured fastest stays, one stream
             included. None: 4 where `mode="auto"` may measure them (without `compile`), else 1.
-        enable_fusion: replace parts of captured steps and calls by fused operators where they are measured
-            to be faster, which takes up to three minutes, once. It has an effect with `mode="auto"` (without
-            `compile`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer` in
-            a loop fuses the calls of models with one output that has a gradient.
+        enable_fusion: replace operators of captured steps and calls by fused or generated ones where these are measured
+            to be faster. They are tried in a second process, once for each program. It has an effect with
+            `mode="auto"` (without `compile`) on a CUDA device with Triton. None: where it has one. `KitsuneOptimizer`
+            in a loop fuses the calls of models with one output that has a gradient.
         defer_loss: let `KitsuneOptimizer` follow what a loop does with the model's output, and replay that together
             with the backward pass where the loop does it again; and with the call, where that can wait. `TrainStep`
             replays the loss anyway. Off by default: the loop gets tensors of subclasses, and not everything that may be

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -15,18 +14,12 @@ from torch._subclasses import FakeTensorMode
 from kitsune.background import Background, is_quiet
 from kitsune.capture.retention import no_traces
 from kitsune.engine.rewriting import Course, Rewritten, Telling, rewriting
-from kitsune.engine.worker.client import Ticket, Worker, worker_of
+from kitsune.engine.worker.client import Ticket, Worker, refuse_worker, worker_of
 from kitsune.engine.worker.delivery import loaded
 from kitsune.errors import Refusal, first_line
 from kitsune.graph.values import mode_of
 
 _log = logging.getLogger("kitsune")
-
-_LEAST_PROCESSORS = 2
-"""With fewer, a second process would take its time from the training."""
-
-_LEAST_BYTES = 2 * 2**30
-"""Of the device's memory that must be free for a second process: it takes half a gigabyte to begin with."""
 
 
 class _Way(Protocol):
@@ -145,18 +138,6 @@ def _way(
             refusal = Refusal(f"the program cannot be handed over to a second process: {error}")
     _log.info("kernels are tried in this process: %s", refusal)
     return _Here(module, device)
-
-
-def refuse_worker(device: torch.device) -> Refusal | None:
-    """None if programs on `device` may be made faster by a second process."""
-    if device.type != "cuda":
-        return Refusal(f"a second process tries kernels on CUDA devices, not on {device.type}")
-    if (os.cpu_count() or 1) < _LEAST_PROCESSORS:
-        return Refusal("there is one processor")
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    if free_bytes < _LEAST_BYTES:
-        return Refusal(f"{free_bytes / 2**30:.1f} GiB of the device's memory are free")
-    return None
 
 
 class _Here:

@@ -23,11 +23,11 @@ from kitsune.capture.step_program import Phase, StepSpec
 from kitsune.capture.watch import has_compiled_parts, refuse_module
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams, synchronize
+from kitsune.engine.worker.client import expect
 from kitsune.errors import KitsuneError, Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import Chooser, RefusalLog
-from kitsune.fusion.ahead import expect
 from kitsune.loop.accumulation import Accumulators
 from kitsune.loop.cache import StepCache
 from kitsune.loop.comparison import StepComparison

@@ -40,8 +40,10 @@ from kitsune.engine.worker.messages import (
 from kitsune.engine.worker.samples import sampled
 from kitsune.engine.worker.switches import switches
 from kitsune.errors import Refusal
+from kitsune.fusion import ahead
 from kitsune.graph.serialize import dumped, packed
 from kitsune.graph.signature import graph_signature
+from kitsune.kernels import triton_key
 from kitsune.timing import CostCache
 
 _log = logging.getLogger("kitsune")
@@ -54,6 +56,12 @@ _SLICE_SECONDS = 0.03
 # What is timed comes to its end within this time, or the training goes on beside it.
 _LONGEST_TURN_SECONDS = 0.25
 _NEXT_TURN_SECONDS = 0.002
+
+_LEAST_PROCESSORS = 2
+"""With fewer, a second process would take its time from the training."""
+
+_LEAST_BYTES = 2 * 2**30
+"""Of the device's memory that must be free for a second process: it takes half a gigabyte to begin with."""
 
 _START_SECONDS = 120.0  # to import torch on a busy machine
 _MOST_ENDS = 6  # of workers, for one program
@@ -370,3 +378,27 @@ def worker_of(device: torch.device) -> Worker:
     if device not in _workers or _workers[device]._owner != os.getpid():
         _workers[device] = Worker(device)
     return _workers[device]
+
+
+def expect(device: torch.device) -> None:
+    """Programs on `device` will probably be made faster soon: what that needs is begun, for it takes seconds."""
+    if refuse_worker(device) is not None:
+        ahead.expect(device)
+        return
+    triton_key.make_ahead()
+    try:
+        worker_of(device).start()
+    except OSError as error:
+        _log.info("no second process can be started: %s", error)
+
+
+def refuse_worker(device: torch.device) -> Refusal | None:
+    """None if programs on `device` may be made faster by a second process."""
+    if device.type != "cuda":
+        return Refusal(f"a second process tries kernels on CUDA devices, not on {device.type}")
+    if (os.cpu_count() or 1) < _LEAST_PROCESSORS:
+        return Refusal("there is one processor")
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if free_bytes < _LEAST_BYTES:
+        return Refusal(f"{free_bytes / 2**30:.1f} GiB of the device's memory are free")
+    return None
