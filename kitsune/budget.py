@@ -20,15 +20,19 @@ updates."""
 _LOADING_SECONDS = 0.8
 _SECONDS_PER_PART = 0.08
 
+# Where no share was asked for: a short training waits a little for its first captures, and for later ones by a tenth.
+_SHARE = 0.1
+_FIRST_SHARE = 5.0  # the first begin after a fifth of what they are expected to take
+
 _SPENT = Refusal("captures have had their share of the time for now: what is not captured runs as plain PyTorch")
 
 
 class CaptureBudget:
     """Times the captures of one loop, and bounds the time that they take to a share of it, `config.setup_share`.
 
-    Where gains are measured, the first captures wait until they have their share of the time since the loop was made:
-    a training that ends before has spent nothing on them. Elsewhere they are made as soon as they are wanted. After
-    each later one nothing is captured until the training has gone on for so long that the capture has taken its share.
+    Where gains are measured, the first captures wait until they have their share of the time since the loop was made,
+    or, where no share was asked for, a fifth of what they are expected to take: a training that ends before has spent
+    nothing on them. Elsewhere they are made as soon as they are wanted. After each later one nothing is captured until the training has gone on for so long that the capture has taken its share.
     So, beyond the first ones, captures take their share of any stretch of time, and one capture more, at most.
 
     Args:
@@ -47,8 +51,9 @@ class CaptureBudget:
     def __init__(self, config: Config) -> None:
         self.seconds = 0.0
         self.captures = 0
-        self._share = config.setup_share
-        self._waits = config.mode == "auto" and self._share < 1.0
+        asked = config.setup_share
+        self._share, self._first_share = (_SHARE, _FIRST_SHARE) if asked is None else (asked, asked)
+        self._waits = config.mode == "auto" and asked != 1.0
         self._num_first = FIRST_CAPTURES if config.mode == "auto" else 2 * config.max_graphs
         self._began, self._spent_before = time.perf_counter(), CaptureBudget.spent
         self._longest = 0.0  # of the captures
@@ -65,17 +70,16 @@ class CaptureBudget:
         expected = self._longest
         if not self.captures:
             expected = num_parts * _SECONDS_PER_PART + (0.0 if CaptureBudget.num_spells else _LOADING_SECONDS)
-        begins = self._began + (CaptureBudget.spent - self._spent_before + expected) / self._share
+        begins = self._began + (CaptureBudget.spent - self._spent_before + expected) / self._first_share
         return begins if time.perf_counter() < begins else None
 
     def put_off(self, begins: float) -> Refusal:
         """What the user is told until then."""
         seconds = math.ceil(begins - self._began)
-        return Refusal(
-            f"captures begin after {seconds} s of training with this optimizer: so far they would take more than "
-            f"{self._share:.0%} of it",
-            remedy="setup_share=1.0 lets them begin at once",
-        )
+        reason = f"captures begin after {seconds} s of training with this optimizer"
+        if self._first_share < 1.0:
+            reason += f": so far they would take more than {self._first_share:.0%} of it"
+        return Refusal(reason, remedy="setup_share=1.0 lets them begin at once")
 
     def refuse(self) -> Refusal | None:
         """None if something may be captured now, as far as later captures have to wait."""

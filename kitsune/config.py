@@ -77,8 +77,9 @@ class Config:
             last call is undone. What PyTorch does stands; after a difference that rounding does not explain, steps like
             that one run eagerly.
         setup_share: the share of the time that captures may take, above 0 and up to 1. With `mode="auto"` the first
-            ones wait until they have it, as expected from the size of the model: a short training is not delayed by
-            what cannot pay off. With 1 none waits.
+            ones wait until they have it, as expected from the size of the model. None: the first ones wait for a fifth
+            of what they are expected to take, so that a very short training is not delayed by what cannot pay off;
+            later ones take a tenth of the time. With 1 none waits.
     """
 
     mode: Mode = "auto"
@@ -92,7 +93,7 @@ class Config:
     defer_loss: bool = False
     cuda_graphs: bool = True
     verify: int = 0
-    setup_share: float = 0.1
+    setup_share: float | None = None
 
     def __post_init__(self) -> None:
         for name, parse in _PARSERS.items():
@@ -233,14 +234,16 @@ def _whole(name: str, value: object, low: int, high: int | None) -> int:
     raise ConfigError(name, value, f"a whole number from {low}" + (f" to {high}" if high is not None else " up"))
 
 
-def _share(name: str, value: object) -> float:
+def _share(name: str, value: object) -> float | None:
+    if value is None:
+        return None
     number: float | None = None
     if isinstance(value, (str, Real)) and not isinstance(value, bool):
         with suppress(ValueError):
             number = float(value)
     if number is not None and 0.0 < number <= 1.0:
         return number
-    raise ConfigError(name, value, "a number above 0 and up to 1")
+    raise ConfigError(name, value, "a number above 0 and up to 1, or None")
 
 
 def _bytes(name: str, value: object) -> int | None:

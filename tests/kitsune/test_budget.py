@@ -111,6 +111,19 @@ def test_the_first_capture_waits_until_it_has_its_share(share: float, clock: Clo
     assert budget.put_off_until(parts) is None
 
 
+def test_where_no_share_is_asked_for_the_first_captures_wait_a_fifth_of_what_they_take(clock: Clock) -> None:
+    budget, parts = CaptureBudget(Config()), 10
+    expected = budget_module._LOADING_SECONDS + parts * budget_module._SECONDS_PER_PART
+    begins = budget.put_off_until(parts)
+    assert begins is not None
+    assert begins - clock.now == pytest.approx(expected / 5)
+    assert "% of it" not in str(budget.put_off(begins))
+    clock.now = begins
+    assert budget.put_off_until(parts) is None
+    capture(budget, clock, 2.0)
+    assert budget.put_off_until(parts) is None, "the second shape has waited for long enough"
+
+
 def test_a_larger_model_waits_longer_and_a_second_one_of_the_process_less(clock: Clock) -> None:
     first = CaptureBudget(Config()).put_off_until(5)
     larger = CaptureBudget(Config()).put_off_until(50)
@@ -125,7 +138,7 @@ def test_a_larger_model_waits_longer_and_a_second_one_of_the_process_less(clock:
 
 def test_a_second_shape_waits_for_its_share_beside_that_of_the_first(clock: Clock) -> None:
     """And what other loops have spent since this one began counts, too: a script has all of it."""
-    budget, other = CaptureBudget(Config()), CaptureBudget(Config())
+    budget, other = (CaptureBudget(Config(setup_share=0.1)) for _ in range(2))
     began = clock.now
     clock.now += 1000.0
     assert budget.put_off_until(5) is None
