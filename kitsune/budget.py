@@ -32,7 +32,8 @@ class CaptureBudget:
 
     Where gains are measured, the first captures wait until they have their share of the time since the loop was made,
     or, where no share was asked for, a fifth of what they are expected to take: a training that ends before has spent
-    nothing on them. Elsewhere they are made as soon as they are wanted. After each later one nothing is captured until the training has gone on for so long that the capture has taken its share.
+    nothing on them. Elsewhere they are made as soon as they are wanted. After
+    each later one nothing is captured until the training has gone on for so long that the capture has taken its share.
     So, beyond the first ones, captures take their share of any stretch of time, and one capture more, at most.
 
     Args:
