@@ -8,9 +8,9 @@ import torch
 
 from kitsune.capture.layout import TensorLayout
 from kitsune.capture.partition import BackwardPart
+from kitsune.engine.recording import Recording
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.ownership import MOST_ALIKE, HandedOut, free_place
-from kitsune.loop.recording import Recording
 
 # Which roots have no gradient hardly ever changes.
 _MOST_CASES = 4

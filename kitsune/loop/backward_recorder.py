@@ -13,6 +13,10 @@ from torch import fx
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
 from kitsune.config import Config
+from kitsune.engine import backward_plans
+from kitsune.engine.planned_recording import clear, record_planned
+from kitsune.engine.planning import Planned
+from kitsune.engine.recording import Recording, most_live_bytes
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
@@ -22,10 +26,6 @@ from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow
 from kitsune.graph.signature import graph_signature
 from kitsune.graph.values import refresh
-from kitsune.loop import backward_plans
-from kitsune.loop.planned_recording import clear, record_planned
-from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording, most_live_bytes
 from kitsune.memory.pool import MemoryPool
 from kitsune.status import ScheduleTime
 

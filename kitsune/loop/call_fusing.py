@@ -10,11 +10,11 @@ from torch import Tensor, fx
 from kitsune.capture.retention import no_traces
 from kitsune.capture.split_program import SplitProgram, split_anew
 from kitsune.capture.trace import same_layout
+from kitsune.engine import planning
+from kitsune.engine.fusing import Fusing
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
 from kitsune.graph.values import mode_of, refresh, value
-from kitsune.loop import planning
-from kitsune.loop.fusing import Fusing
 
 torch.library.define("kitsune::after", "(Tensor self, Tensor[] others) -> Tensor")
 

@@ -15,12 +15,12 @@ from kitsune.capture.data_parallel import Reduction
 from kitsune.capture.layout import TensorLayout, cloned, copied
 from kitsune.capture.partition import BackwardPart
 from kitsune.capture.split_program import SplitProgram
+from kitsune.engine.recording import Recording
 from kitsune.errors import KitsuneError
 from kitsune.graph import dataflow
 from kitsune.loop.backward_graph import BackwardGraph, Record
 from kitsune.loop.deferring import Deferral, DeferredCall
 from kitsune.loop.following import SPENT, Following, Tail, Tails
-from kitsune.loop.recording import Recording
 from kitsune.loop.tail_step import TailStep
 from kitsune.native.build import facts_type
 

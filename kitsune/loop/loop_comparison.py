@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from kitsune.capture.ambient import regions_left
 from kitsune.capture.trace import same_layout
+from kitsune.engine.rounding import change
 from kitsune.execution.in_order import with_copies
 from kitsune.loop.alive import Alive
 from kitsune.loop.guarded_step import Call
-from kitsune.loop.rounding import change
 from kitsune.loop.split_step import SplitStep, leaves_of, roots_of
 from kitsune.loop.update_step import UpdateStep
 from kitsune.loop.verifying import Results, State, compare, is_comparable, put_off, spread, tensors_of

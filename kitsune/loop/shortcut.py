@@ -14,7 +14,7 @@ from kitsune.capture.reads import Argument
 from kitsune.capture.state import Binding, hook_facts
 from kitsune.capture.step_program import StepProgram, StepSpec, scaling
 from kitsune.capture.watch import parameter_hook_facts, surrounding_facts, wrapper_hook_facts, wrappers_of
-from kitsune.loop.by_address import ByAddress
+from kitsune.engine.by_address import ByAddress
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, Facts, attribute, result
 

@@ -20,6 +20,9 @@ from kitsune.capture.split_program import SplitProgram, trace_split
 from kitsune.capture.watch import refuse_sending_hooks, refuse_surroundings, sending_hook_facts
 from kitsune.config import Config
 from kitsune.device import refuse_fusion, refuse_streams
+from kitsune.engine.fusing import Fusing
+from kitsune.engine.recording import Recording, names_in
+from kitsune.engine.rounding import rounding
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
@@ -28,10 +31,7 @@ from kitsune.loop.backward_graph import BackwardGraph
 from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.call_fusing import call_fusing, fused_call
 from kitsune.loop.call_graphs import CallGraphs
-from kitsune.loop.fusing import Fusing
 from kitsune.loop.guarded_step import Admission, Call, GuardedStep, RunApart
-from kitsune.loop.recording import Recording, names_in
-from kitsune.loop.rounding import rounding
 from kitsune.loop.shortcut import CallShortcut, call_facts, may_try_shortcut, same_tensors
 from kitsune.loop.tail_step import TailStep
 from kitsune.native.facts import attribute

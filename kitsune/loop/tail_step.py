@@ -26,6 +26,7 @@ from kitsune.capture.watch import (
     surrounding_facts,
 )
 from kitsune.config import Config
+from kitsune.engine.recording import Recording
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.handout import handout, is_small
@@ -34,7 +35,6 @@ from kitsune.fallback import RefusalLog
 from kitsune.graph import dataflow
 from kitsune.loop.backward_recorder import BackwardRecorder
 from kitsune.loop.following import Tail
-from kitsune.loop.recording import Recording
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Facts, attribute, result
 

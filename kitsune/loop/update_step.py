@@ -18,11 +18,11 @@ from kitsune.capture.state import Binding, Difference, hook_facts, refuse_hooks
 from kitsune.capture.trace import same_layout, trace
 from kitsune.capture.watch import is_profiled, mode_facts, refuse_modes
 from kitsune.config import Config
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
-from kitsune.loop.recording import Recording
 from kitsune.loop.room import Room
 from kitsune.loop.shortcut import UpdateShortcut, same_tensors
 from kitsune.loop.variants import Variants

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from kitsune.engine.rounding import change, doubled, norm, off_by, unit, unit_of_loss
 from kitsune.graph.dataflow import storage_of
 from kitsune.loop.places import containers, members
-from kitsune.loop.rounding import change, doubled, norm, off_by, unit, unit_of_loss
 from kitsune.numerics.python_state import Contents, PythonState, changes
 from kitsune.verification import Difference
 

@@ -59,7 +59,7 @@ def measure(model: str, batch: int, precision: str, device: str = "cuda") -> dic
     optimizer = torch.optim.Adam(module.parameters(), lr=workload.learning_rate)
     step = kitsune.TrainStep(module, workload.loss_fn, optimizer, enable_amp=precision == "amp", setup_share=1.0)
     whole = settled(step, batches)
-    shortcut, winner = whole._shortcut, whole._contest.winner
+    shortcut, winner = whole._shortcut, whole._region.winner
     inputs = [shortcut.inputs(args, {}) for args in batches]
     parts: dict[str, Callable[[int], object]] = {
         "step": lambda index: step(*batches[index]),

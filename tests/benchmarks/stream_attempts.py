@@ -24,15 +24,15 @@ import kitsune
 import models
 from harness import stats
 from kitsune.background import wait_until_quiet
+from kitsune.engine import planning
+from kitsune.engine.fusing import Fusing
+from kitsune.engine.planning import Planned
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution import stream_pool
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.placing import only, writers
 from kitsune.execution.stream_pool import StreamPool
-from kitsune.loop import planning
-from kitsune.loop.fusing import Fusing
-from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import MemoryPool
 from kitsune.passes import pipeline

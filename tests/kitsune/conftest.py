@@ -16,9 +16,8 @@ from kitsune import fallback
 from kitsune.background import Background, wait_until_quiet
 from kitsune.budget import CaptureBudget
 from kitsune.capture import global_hooks
-from kitsune.engine import rewriting
+from kitsune.engine import contest, rewriting
 from kitsune.fallback import Chooser
-from kitsune.loop import contest
 from kitsune.loop.whole_step import WholeStep
 from tests.kitsune import plans, static_memory
 from tests.kitsune.clock import Clock

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from kitsune.engine.planning import Planned
 from kitsune.execution.lower import Lowered
 from kitsune.execution.placing import only
-from kitsune.loop.planning import Planned
 from kitsune.memory.planner import plan_memory
 from kitsune.plan import Plan, Wait
 from kitsune.schedule import DataflowScheduler

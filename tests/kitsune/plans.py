@@ -10,13 +10,12 @@ import torch
 from torch import fx
 
 from kitsune.background import Background, wait_until_quiet
-from kitsune.engine import rewriting
+from kitsune.engine import contest, planning, region, rewriting
+from kitsune.engine.fusing import Fusing
 from kitsune.fusion import judge
 from kitsune.fusion.ahead import compile_ahead
 from kitsune.fusion.match import Alone
 from kitsune.kernels import tuning
-from kitsune.loop import contest, planning, whole_step
-from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 
 
@@ -30,15 +29,15 @@ def let_win(monkeypatch: pytest.MonkeyPatch, is_wanted: Callable[[Plan], bool]) 
     def only(*args: Any, **options: Any) -> tuple[planning.Planned, ...]:
         return tuple(planned for planned in others(*args, **options) if is_wanted(planned.plan))[:1]
 
-    add = whole_step.WholeStep._add
+    add = region.Region._add
 
-    def add_one(step: whole_step.WholeStep, found: Sequence[planning.Planned], inputs: Sequence[torch.Tensor]) -> None:
+    def add_one(one: region.Region, found: Sequence[planning.Planned], inputs: Sequence[torch.Tensor]) -> None:
         wanted = [planned for planned in found if is_wanted(planned.plan)]
-        add(step, wanted[: 1 - len(step._others)], inputs)
+        add(one, wanted[: 1 - len(one._others)], inputs)
 
     monkeypatch.setattr(planning, "others", only)
-    monkeypatch.setattr(whole_step.WholeStep, "_add", add_one)
-    monkeypatch.setattr(whole_step.WholeStep, "_most_and_room", lambda *_: (None, None))
+    monkeypatch.setattr(region.Region, "_add", add_one)
+    monkeypatch.setattr(region.Region, "_most_and_room", lambda *_: (None, None))
     monkeypatch.setattr(contest.Contest, "_best", lambda contest: 1)
     for name, value in (("_SAMPLES", 1), ("_TURN", 2), ("_RUNOFF_TURNS", 1), ("_RUNOFF_TURN", 2)):
         monkeypatch.setattr(contest, name, value)

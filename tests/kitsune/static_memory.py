@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from kitsune.engine.recording import Recording
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.in_order import InOrder
 from kitsune.graph import dataflow
-from kitsune.loop.recording import Recording
 
 _graphs: weakref.WeakKeyDictionary[GraphPool, weakref.WeakSet[StaticMemory]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()

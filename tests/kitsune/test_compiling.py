@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from kitsune.background import is_quiet, wait_until_quiet
-from kitsune.engine import rewriting
-from kitsune.loop import contest, planning
+from kitsune.engine import contest, planning, rewriting
 from tests.kitsune.compiling import Compiling
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.test_fusion import Judge, always
@@ -28,8 +27,8 @@ def fuse_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever can be fused is, and replays after few steps."""
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")
-    for module in ("whole_step", "step_loop", "split_step", "drop_in"):
-        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
+    for module in ("engine.region", "loop.step_loop", "loop.split_step", "loop.drop_in"):
+        monkeypatch.setattr(f"kitsune.{module}.refuse_fusion", lambda device: None)
     monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
     monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitsune.engine import planning
+from kitsune.engine.planning import Planned
 from kitsune.execution.in_order import InOrder
 from kitsune.execution.lower import Lowered
-from kitsune.loop import planning
-from kitsune.loop.planning import Planned
 from kitsune.memory.pool import MemoryPool
 from kitsune.schedule import check
 from tests.kitsune.delays import (

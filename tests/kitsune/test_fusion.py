@@ -14,11 +14,10 @@ from torch.nn import functional
 
 import kitsune
 import models
-from kitsune.engine import rewriting
+from kitsune.engine import contest, planning, rewriting
+from kitsune.engine.fusing import Fusing
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
-from kitsune.loop import contest, planning
-from kitsune.loop.fusing import Fusing
 from kitsune.plan import Plan
 from tests.kitsune.fusion.running import always, never
 from tests.kitsune.passes.running import OPERATORS
@@ -46,7 +45,7 @@ class Judge:
 def _a_device_that_fuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("KITSUNE_ENABLE_FUSION")  # it is the default
-    monkeypatch.setattr("kitsune.loop.whole_step.refuse_fusion", lambda device: None)
+    monkeypatch.setattr("kitsune.engine.region.refuse_fusion", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_fusion", lambda device: None)
     monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
     monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
@@ -252,7 +251,7 @@ def test_where_fusing_fails_streams_are_tried_all_the_same(monkeypatch: pytest.M
 
     monkeypatch.setattr(rewriting, "compile_ahead", fail)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
-    monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)
+    monkeypatch.setattr("kitsune.engine.region.refuse_streams", lambda device: None)
     status = train(rtol=0, atol=0, num_streams=2, replays=STEPS - EAGER).status()
     assert {schedule.num_streams for schedule in status.schedules} == {1, 2}
     assert any("fusing failed (OutOfMemoryError: too little memory)" in refusal for refusal in status.refusals)

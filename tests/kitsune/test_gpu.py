@@ -526,7 +526,7 @@ def test_running_out_of_memory_while_capturing(form: str, monkeypatch: pytest.Mo
     def fail(*_args: Any, **_options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("kitsune.loop.recording.CudaGraph", fail)
+    monkeypatch.setattr("kitsune.engine.recording.CudaGraph", fail)
     training = compare(form, replays=0)
     assert training.status().mode == "eager"
     assert "too little device memory" in training.status().reason

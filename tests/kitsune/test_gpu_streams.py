@@ -22,6 +22,9 @@ import models
 from kitsune.background import wait_until_quiet
 from kitsune.capture.trace import trace
 from kitsune.config import Config
+from kitsune.engine import by_address, planning, region
+from kitsune.engine.planning import Planned
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import PLACES
@@ -30,9 +33,6 @@ from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.on_streams import OnStreams
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
-from kitsune.loop import by_address, planning, whole_step
-from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.plan import Schedule, Wait, task_graph
 from tests.kitsune.delays import (
@@ -491,7 +491,7 @@ def test_prefetched_batches_are_read_where_they_lie(monkeypatch: pytest.MonkeyPa
     places: set[tuple[int, int]] = set()
 
     def train(reads_in_place: bool) -> list[Tensor]:
-        monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: reads_in_place)
+        monkeypatch.setattr(region, "_copies_matter", lambda *_: reads_in_place)
         module, loss_fn, _ = workload("mlp")
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, fused=True)
         step = kitsune.TrainStep(module, loss_fn, optimizer, mode="auto", num_streams=1)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import kitsune
 import models
-from kitsune.engine import rewriting
-from kitsune.loop import planning
+from kitsune.engine import planning, rewriting
 from kitsune.plan import Plan
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.plans import fuse_all_that_agrees, let_win
@@ -284,9 +283,9 @@ def the_form_wins(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     fuse_all_that_agrees(monkeypatch)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
     if request.node.callspec.params["device"] == "cpu":
-        for module in ("whole_step", "step_loop"):
+        for module in ("engine.region", "loop.step_loop"):
             for refuse in ("refuse_streams", "refuse_fusion"):
-                monkeypatch.setattr(f"kitsune.loop.{module}.{refuse}", lambda device: None)
+                monkeypatch.setattr(f"kitsune.{module}.{refuse}", lambda device: None)
         monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
         monkeypatch.setattr(
             rewriting, "channels_last", lambda module: module

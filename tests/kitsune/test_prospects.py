@@ -9,8 +9,8 @@ import pytest
 import kitsune
 from kitsune import fallback
 from kitsune.background import wait_until_quiet
+from kitsune.engine import fusing
 from kitsune.fallback import Chooser
-from kitsune.loop import fusing
 from tests.kitsune.clock import Clock
 from tests.kitsune.test_compiling import build, fuse_on_a_cpu
 from tests.kitsune.test_fallback import drive

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kitsune
-from kitsune.loop.recording import Recording
+from kitsune.engine.recording import Recording
 from tests.kitsune import static_memory
 from tests.kitsune.loops import LOOPS
 from tests.kitsune.test_step import by_hand

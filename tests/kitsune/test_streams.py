@@ -18,11 +18,11 @@ import kitsune
 import models
 from kitsune.collection import no_garbage_collection
 from kitsune.device import refuse_streams
+from kitsune.engine import by_address, contest, planned_recording, planning, recording, region
+from kitsune.engine.recording import Recording
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.placing import Writer, only
 from kitsune.fallback import Chooser
-from kitsune.loop import by_address, contest, planned_recording, planning, recording, whole_step
-from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.memory.pooled import pooled_bytes
 from kitsune.memory.segments import pieces
@@ -48,7 +48,7 @@ def costs_of_a_gpu(module: fx.GraphModule, graph: TaskGraph, _inputs: object) ->
 @pytest.fixture(autouse=True)
 def _a_device_with_streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kitsune.loop.whole_step.refuse_streams", lambda device: None)
+    monkeypatch.setattr("kitsune.engine.region.refuse_streams", lambda device: None)
     monkeypatch.setattr("kitsune.loop.step_loop.refuse_streams", lambda device: None)
     monkeypatch.setattr(planning, "measured_costs", costs_of_a_gpu)
     monkeypatch.setattr(by_address, "_SIGHTINGS", 2)
@@ -240,7 +240,7 @@ def test_where_a_plan_takes_more_than_there_is_room_for_the_next_best_replays(
     """It is known once the plan is recorded, alone, after the trials."""
     favour(len(schedules_in_want_of_memory(monkeypatch)))
     recorded = Counter[int]()
-    record_planned = whole_step.record_planned
+    record_planned = region.record_planned
 
     def record_once(memory: MemoryPool, planned: planning.Planned, *inputs: Any, **conditions: Any) -> Recording:
         recorded[id(planned)] += 1
@@ -248,7 +248,7 @@ def test_where_a_plan_takes_more_than_there_is_room_for_the_next_best_replays(
             conditions["most_bytes"] = -1
         return record_planned(memory, planned, *inputs, **conditions)
 
-    monkeypatch.setattr(whole_step, "record_planned", record_once)
+    monkeypatch.setattr(region, "record_planned", record_once)
     status = train().status()
     assert any(schedule.roomy and schedule.measured_us is not None for schedule in status.schedules)
     assert not any(schedule.chosen and schedule.roomy for schedule in status.schedules)
@@ -323,7 +323,7 @@ def test_each_plan_is_timed_as_the_loop_will_replay_it(
 
     monkeypatch.setattr(Recording, "__init__", count)
     monkeypatch.setattr(contest.Contest, "_launch", timed)
-    monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: True)
+    monkeypatch.setattr(region, "_copies_matter", lambda *_: True)
     static_memory.install(monkeypatch)
     favour(1)
     buffers = [batch(index)[0] for index in range(2)]
@@ -351,7 +351,7 @@ def moved_at(*steps: int) -> Callable[[Training, int], None]:
 def test_a_change_in_the_middle_of_the_trials_starts_anew(
     favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_step, "_REPLAYS_BEFORE_MORE_TRIALS", 20)
+    monkeypatch.setattr(region, "_REPLAYS_BEFORE_MORE_TRIALS", 20)
     favour(1)
     training = train(edit=moved_at(25), replays=STEPS - EAGER - 1)
     assert training.status().schedules[1].chosen
@@ -363,7 +363,7 @@ def test_what_is_captured_again_is_not_chosen_again(
     place: int, favour: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what had won meets the plan in order again."""
-    monkeypatch.setattr(whole_step, "_REPLAYS_BEFORE_MORE_TRIALS", 20)
+    monkeypatch.setattr(region, "_REPLAYS_BEFORE_MORE_TRIALS", 20)
     chosen: list[Any] = []
 
     def edit(training: Training, index: int) -> None:
@@ -433,7 +433,7 @@ def test_a_step_that_cannot_be_timed_says_so(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any) -> None:
         raise kitsune.errors.RefusedError(kitsune.Refusal("there is too little device memory"))
 
-    monkeypatch.setattr("kitsune.loop.whole_step.measure_spans", fail)
+    monkeypatch.setattr("kitsune.engine.region.measure_spans", fail)
     training = train()
     assert training.train_step is not None
     (x, y), _ = batch(0)
@@ -455,7 +455,7 @@ def test_another_thread_trains_while_tasks_are_timed(monkeypatch: pytest.MonkeyP
         thread.join()
         return ()
 
-    monkeypatch.setattr("kitsune.loop.whole_step.measure_spans", train_meanwhile)
+    monkeypatch.setattr("kitsune.engine.region.measure_spans", train_meanwhile)
     before = training.model.first.weight.detach().clone()
     assert training.train_step is not None
     training.train_step.plan(x, y)
@@ -544,8 +544,8 @@ def test_plans_of_the_three_models() -> None:
 def test_without_streams_one_is_used_and_the_status_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in ("whole_step", "step_loop"):
-        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_streams", refuse_streams)
+    for module in ("engine.region", "loop.step_loop"):
+        monkeypatch.setattr(f"kitsune.{module}.refuse_streams", refuse_streams)
     monkeypatch.setattr(planning, "challengers", lambda *_: pytest.fail("planned"))
     status = train().status()
     assert status.mode == "replay"

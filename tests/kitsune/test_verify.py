@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import kitsune
 from kitsune.capture.frontend import GuardedFunction
+from kitsune.engine.contest import Contest
 from kitsune.execution.in_order import InOrder
 from kitsune.loop import verifying
 from kitsune.loop.backward_graph import BackwardGraph
-from kitsune.loop.contest import Contest
 from kitsune.loop.update_step import UpdateStep
 from kitsune.loop.whole_step import WholeStep
 from tests.kitsune.training import FORMS, Net, Training, adam, batch, compare, plain_loop, sgd

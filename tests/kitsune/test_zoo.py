@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import kitsune
 from kitsune.background import wait_until_quiet
-from kitsune.engine import rewriting
-from kitsune.loop import contest
+from kitsune.engine import contest, rewriting
 from tests.kitsune.passes.running import OPERATORS
 from tests.kitsune.test_fusion import Judge, always
 from tests.kitsune.zoo import ZOO
@@ -149,8 +148,8 @@ def test_it_trains_as_without_kitsune(name: str, form: str) -> None:
 def test_fused_it_trains_as_without_kitsune(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By what computes on the CPU as the fused operators do on a GPU, with all replacements that agree."""
     monkeypatch.setenv("KITSUNE_CACHE_DIR", str(tmp_path))
-    for module in ("whole_step", "step_loop"):
-        monkeypatch.setattr(f"kitsune.loop.{module}.refuse_fusion", lambda device: None)
+    for module in ("engine.region", "loop.step_loop"):
+        monkeypatch.setattr(f"kitsune.{module}.refuse_fusion", lambda device: None)
     monkeypatch.setattr(rewriting, "Measured", lambda *_, **__: Judge(always))
     monkeypatch.setattr(rewriting, "INDUCTOR", OPERATORS)
     monkeypatch.setattr(rewriting, "channels_last", lambda module: module)

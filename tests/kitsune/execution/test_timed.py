@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 import models
 from kitsune.capture.trace import trace
+from kitsune.engine import planning
 from kitsune.errors import RefusedError
 from kitsune.execution.cuda_graph import CudaGraph
 from kitsune.execution.graph_pool import GraphPool
@@ -24,7 +25,6 @@ from kitsune.execution.lanes import TimedCudaLanes, TimedHostLanes, timed_lanes_
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.stream_pool import MAX_STREAMS, StreamPool
 from kitsune.execution.timed import _from_first_start, measure_spans
-from kitsune.loop import planning
 from kitsune.memory.pool import Block
 from kitsune.plan import Cost, Costs, MemoryPlan, Plan, Schedule, TaskGraph, Wait, task_graph, timeline
 from kitsune.plan.plan import Span

@@ -17,11 +17,11 @@ from torch.nn import functional
 import kitsune
 import models
 from kitsune.capture.split_program import SplitProgram, trace_split
-from kitsune.engine import rewriting
+from kitsune.engine import planning, rewriting
 from kitsune.errors import Refusal, RefusedError
 from kitsune.fallback import Chooser
 from kitsune.graph import dataflow
-from kitsune.loop import call_fusing, planning, split_step
+from kitsune.loop import call_fusing, split_step
 from kitsune.loop.call_fusing import fused_call
 from tests.kitsune import static_memory
 from tests.kitsune.capture.graphs import flat_graph

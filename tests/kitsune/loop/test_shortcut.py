@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from kitsune.capture import ambient
+from kitsune.engine.recording import Recording
 from kitsune.loop import shortcut as shortcut_module
-from kitsune.loop.recording import Recording
 from kitsune.loop.shortcut import Shortcut
 from kitsune.native.build import facts_type
 from kitsune.native.facts import PythonFacts

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from kitsune.engine import planning
+from kitsune.engine.planning import Planned
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph import dataflow
-from kitsune.loop import planning
-from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
 from kitsune.status import ScheduleTime
 from kitsune.timing import device_us
 

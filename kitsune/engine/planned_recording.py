@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from kitsune.engine.planning import Planned
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
 from kitsune.execution.cuda_graph import free_caches
 from kitsune.execution.graph_pool import GraphPool
-from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from kitsune.schedule import peak_bytes
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitsune.engine import by_address, region
+from kitsune.engine.by_address import ByAddress, Places
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
-from kitsune.loop import by_address, whole_step
-from kitsune.loop.by_address import ByAddress, Places
-from kitsune.loop.recording import Recording
 from tests.kitsune import static_memory
 from tests.kitsune.training import batch, compare
 
@@ -181,9 +181,9 @@ def test_an_executor_that_copies_nothing_is_left_alone() -> None:
 
 def test_copies_matter_by_their_share_of_a_replay() -> None:
     chooser: Any = SimpleNamespace(replay_seconds=1e-3)
-    assert whole_step._copies_matter(chooser, 4.0)
-    assert not whole_step._copies_matter(chooser, 2.0)
-    assert not whole_step._copies_matter(SimpleNamespace(replay_seconds=None), 2.0)
+    assert region._copies_matter(chooser, 4.0)
+    assert not region._copies_matter(chooser, 2.0)
+    assert not region._copies_matter(SimpleNamespace(replay_seconds=None), 2.0)
 
 
 @pytest.mark.usefixtures("replay_is_faster")
@@ -198,7 +198,7 @@ def test_a_training_that_reads_in_place_is_the_same(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Recording, "__init__", count)
     static_memory.install(monkeypatch)
-    monkeypatch.setattr(whole_step, "_copies_matter", lambda *_: True)
+    monkeypatch.setattr(region, "_copies_matter", lambda *_: True)
     buffers = [batch(index)[0] for index in range(3)]
 
     def batches(index: int) -> Any:

@@ -10,9 +10,9 @@ from typing import TypeVar
 import pytest
 import torch
 
+from kitsune.engine import contest
+from kitsune.engine.contest import Contest
 from kitsune.errors import Refusal, RefusedError
-from kitsune.loop import contest
-from kitsune.loop.contest import Contest
 
 INPUTS = [torch.zeros(1)]
 RUNOFF_TURN = contest._RUNOFF_TURN

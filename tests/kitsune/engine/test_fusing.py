@@ -13,10 +13,10 @@ from torch import fx
 
 from kitsune.background import Background, is_quiet, wait_until_quiet
 from kitsune.engine import rewriting
+from kitsune.engine.fusing import Fusing
 from kitsune.engine.rewriting import Rewritten
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
-from kitsune.loop.fusing import Fusing
 from tests.kitsune.compiling import Compiling
 from tests.kitsune.fusion.running import never
 from tests.kitsune.passes.running import OPERATORS

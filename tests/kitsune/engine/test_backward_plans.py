@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kitsune.engine import backward_plans, planning
+from kitsune.engine.backward_plans import fastest
+from kitsune.engine.planned_recording import record_planned
+from kitsune.engine.planning import Planned
+from kitsune.engine.recording import Recording
 from kitsune.errors import Refusal, RefusedError
-from kitsune.loop import backward_plans, backward_recorder, planning
-from kitsune.loop.backward_plans import fastest
+from kitsune.loop import backward_recorder
 from kitsune.loop.backward_recorder import BackwardRecorder
-from kitsune.loop.planned_recording import record_planned
-from kitsune.loop.planning import Planned
-from kitsune.loop.recording import Recording
 from kitsune.memory.pool import MemoryPool
 from tests.kitsune import static_memory
 from tests.kitsune.loop.test_nested_outputs import Aside

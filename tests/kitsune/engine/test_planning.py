@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from kitsune.capture.trace import trace
+from kitsune.engine import planning
+from kitsune.engine.planning import MEMORY_FACTOR, Planned, challengers
 from kitsune.errors import Refusal
-from kitsune.loop import planning
-from kitsune.loop.planning import MEMORY_FACTOR, Planned, challengers
 from kitsune.plan import Costs, Fusion, TaskGraph
 from kitsune.schedule import check
 from kitsune.schedule.cost import analytic_costs

@@ -12,11 +12,11 @@ from torch import fx
 
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.retention import no_traces
+from kitsune.engine.rehearsal import difference
 from kitsune.engine.rewriting import GENERATED, Rewritten
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
-from kitsune.loop.rehearsal import difference
 from kitsune.memory.planner import plan_memory
 from kitsune.memory.pool import Block
 from kitsune.memory.pooled import pooled_bytes

@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kitsune.loop import rehearsal
-from kitsune.loop.rehearsal import difference
-from kitsune.loop.rounding import off_by
+from kitsune.engine import rehearsal
+from kitsune.engine.rehearsal import difference
+from kitsune.engine.rounding import off_by
 from tests.kitsune.fusion.running import InAutocast
 from tests.kitsune.steps import TracedStep, dropout_step, traced_step
 from tests.kitsune.training import Net

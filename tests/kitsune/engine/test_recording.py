@@ -8,12 +8,12 @@ from torch import Tensor
 
 from kitsune.capture.trace import trace
 from kitsune.config import Config
+from kitsune.engine.recording import Recording, most_live_bytes
 from kitsune.errors import RefusedError
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.stream_pool import StreamPool
 from kitsune.fallback import RefusalLog
 from kitsune.graph import liveness
-from kitsune.loop.recording import Recording, most_live_bytes
 
 
 def record(inputs: list[Tensor], *, stable: set[int], writes: bool = True, **options: object) -> Recording:

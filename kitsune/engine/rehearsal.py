@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from kitsune.engine.rounding import change, norm, off_by, rounding, unit, unit_of_loss
 from kitsune.execution.in_order import InOrder, with_copies
 from kitsune.graph import dataflow
-from kitsune.loop.rounding import change, norm, off_by, rounding, unit, unit_of_loss
 
 # A step may make more of rounding than a few draws show. Where more are needed, they are made: a ReLU that is about to
 # open decides about all of a weight's row, and does so in some draws only.

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 
 from kitsune.background import is_quiet
+from kitsune.engine.recording import Recording
 from kitsune.errors import RefusedError
 from kitsune.execution.in_order import Outputs
-from kitsune.loop.recording import Recording
 from kitsune.native.facts import Fact
 
 Place = tuple[int, ...]
