@@ -19,6 +19,7 @@ from kitsune.capture.sole import sole_capture
 from kitsune.capture.sparse import refuse_sparse, take_apart
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
+from kitsune.graph.recurrent import keep_for_backward
 from kitsune.graph.verify import innermost_line, refuse_graph
 
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
@@ -46,6 +47,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
         # Fake tensors stand for the user's values, so any operator may object in its own way.
         raise RefusedError(_refusal(error)) from error
     fold(module)
+    keep_for_backward(module)
     take_apart(module)
     refusal = refuse_graph(module.graph)
     if refusal is not None:

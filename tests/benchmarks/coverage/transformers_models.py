@@ -69,6 +69,7 @@ _SPEECH = {
     "num_feat_extract_layers": 2,
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 2,
+    "layerdrop": 0.0,
     "mask_time_prob": 0.0,
     "apply_spec_augment": False,
 }
