@@ -41,6 +41,7 @@ from kitsune.capture import (
     causal_masks,
     dict_attributes,
     equality,
+    experts,
     identity,
     kept_results,
     known_answers,
@@ -68,6 +69,7 @@ from kitsune.capture.signature import MARKED
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.uncaptured_calls import refusal_of
 from kitsune.errors import KitsuneError, Refusal, RefusedError
+from kitsune.graph import grouped_products
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
@@ -236,6 +238,7 @@ class GuardedFunction:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
         self._refusal = leaves.refuse_kept(graph.graph) or recurrent.refuse_elsewhere(graph)
+        experts.as_in_eager(graph)
         self._draws = take_draws(graph)
         self._graph, self._ends = graph, take_views(graph)
 
@@ -346,6 +349,7 @@ def _strict_capture() -> Iterator[Called]:
         known_answers.given(),
         leaves.followed(),
         recurrent.followed(),
+        grouped_products.described(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         _bounded_refused(),
