@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable
 
-from kitsune.capture.called import realized
 from kitsune.capture.constant_tensors import made_again
 
 _JUMPS = frozenset(
@@ -90,7 +90,7 @@ def _number_in(tensor: Any) -> bool | int | float | None:
 
 def _size_of(variable: Any) -> Any:
     """A number in place of a tensor that torch would take it out of, in tuples and lists as well; else as it is."""
-    tensor = realized(variable)
+    tensor = _looked_at(variable)
     if isinstance(tensor, BaseListVariable):
         sizes = [_size_of(one) for one in tensor.items]
         return variable if sizes == tensor.items else TupleVariable(sizes)
@@ -102,15 +102,22 @@ def _size_of(variable: Any) -> Any:
 
 def _truth_of(variable: Any) -> bool | None:
     """Whether a tensor of one element counts as true in every replay; None if that is not known, or it is no tensor."""
-    variable = realized(variable)
-    if type(variable) is not TensorVariable:
+    tensor = _looked_at(variable)
+    if type(tensor) is not TensorVariable:
         return None
-    node: fx.Node = variable.as_proxy().node
+    node: fx.Node = tensor.as_proxy().node
     outcome = _outcome(node)
     if outcome is not None:
         return outcome
     made = made_again(node)
     return bool(made) if made is not None and made.numel() == 1 else None
+
+
+def _looked_at(variable: Any) -> Any:
+    """A variable that Dynamo has looked at; None for one that it has not: that was there before the call."""
+    if not isinstance(variable, LazyVariableTracker):
+        return variable
+    return variable.realize() if variable.is_realized() else None
 
 
 def _outcome(comparison: fx.Node) -> bool | None:

@@ -1,4 +1,4 @@
-"""timm: of each family the model with the fewest parameters, with images of the size it is made for."""
+"""timm: of each family the model with the fewest parameters, with images as small as it takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.benchmarks.coverage.sample import Batch, Sample
 
 _IMAGES = 2
 _CLASSES = 10
-_LARGEST_SIZE = 256
+_SMALL_SIZES = (96, 128, 192)
 _TINY = "test_"
 """Models that timm has for tests of its own are not those of its users."""
 
@@ -52,7 +52,7 @@ def model_of(family: str) -> str:
 def build(model: str) -> Sample:
     """One of timm's models, with a classification of images, or the mean of what it gives where it has no classes."""
     made: Any = _timm().create_model(model, **_options(model))
-    size = _size(made)
+    size = _size(model, made)
 
     def batch(index: int) -> Batch:
         generator = torch.Generator().manual_seed(index)
@@ -87,9 +87,23 @@ def _options(model: str) -> dict[str, Any]:
     return {"num_classes": _CLASSES} if config is None or config.num_classes else {}
 
 
-def _size(model: Any) -> tuple[int, int, int]:
-    """Of one image: as large as the model wants, and no larger than needed where it takes any size."""
+def _size(name: str, model: Any) -> tuple[int, int, int]:
+    """Of one image: the smallest that the model takes; or what it is made for."""
     channels, height, width = model.default_cfg["input_size"]
-    if model.default_cfg.get("fixed_input_size"):
-        return channels, height, width
-    return channels, min(height, _LARGEST_SIZE), min(width, _LARGEST_SIZE)
+    if not model.default_cfg.get("fixed_input_size"):
+        for size in _SMALL_SIZES:
+            if size < min(height, width) and _takes(name, (channels, size, size)):
+                return channels, size, size
+    return channels, height, width
+
+
+def _takes(name: str, size: tuple[int, int, int]) -> bool:
+    """Whether a model takes images of a size, as a call shows that computes nothing."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = _timm().create_model(name, **_options(name))
+        try:
+            made(torch.empty(_IMAGES, *size))
+        except Exception:  # noqa: BLE001 - each model has words of its own for it
+            return False
+    return True

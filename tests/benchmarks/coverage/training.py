@@ -143,8 +143,8 @@ class Trained:
 
 
 def portable(reason: str) -> str:
-    """Without the folders of the machine that packages lie in."""
-    return _SITE_PACKAGES.sub("", reason)
+    """The first line, without the folders of the machine that packages lie in."""
+    return _SITE_PACKAGES.sub("", reason.partition("\n")[0])
 
 
 def _different(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
