@@ -44,6 +44,8 @@ def test_every_outcome_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "Of 5: 1 captured" in written
     assert "fake 1.0" in written
     assert "[4/4] fake net_exits: fails" in capsys.readouterr().out
+    run("--show", str(rows), "--markdown", str(tmp_path / "again.md"))
+    assert (tmp_path / "again.md").read_text() == written
 
 
 @pytest.mark.timeout(120)
@@ -59,6 +61,15 @@ def test_rows_of_other_versions_are_not_mixed(tmp_path: Path) -> None:
     rows.write_text(json.dumps({"versions": {"torch": "1.0"}, "steps": 4, "rows": []}))
     with pytest.raises(SystemExit, match="of other versions"):
         run("--json", str(rows), "--models", "captured")
+
+
+def test_files_of_other_versions_are_not_shown_together(tmp_path: Path) -> None:
+    for name, version in (("one", "1.0"), ("other", "2.0")):
+        (tmp_path / name).write_text(json.dumps({"versions": {"torch": version}, "steps": 4, "rows": []}))
+    with pytest.raises(SystemExit, match=r"of other versions \(torch\)"):
+        run("--show", str(tmp_path / "one"), str(tmp_path / "other"), "--markdown", str(tmp_path / "coverage.md"))
+    with pytest.raises(SystemExit, match="--show needs a place"):
+        run("--show", str(tmp_path / "one"))
 
 
 def test_an_unknown_family_is_told() -> None:

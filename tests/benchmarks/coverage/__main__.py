@@ -1,10 +1,11 @@
 """Which models of other people's libraries are captured, with the reasons for those that are not.
 
     python -m tests.benchmarks.coverage [--library timm] [--models NAME ...] [--json FILE] [--markdown FILE]
+    python -m tests.benchmarks.coverage --show FILE ... --markdown FILE
 
 Each model trains in a process of its own, with and without Kitsune, within a limit of time and memory: what becomes of
 one of them ends no other. `--json` is written after each model; rows that the file has of other models stay, so that
-some can be measured again.
+some can be measured again. `--show` measures nothing: it takes the rows of such files.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str] | None = None, libraries: Mapping[str, str] = 
         libraries: by name, the module that knows each.
     """
     given = _parser(libraries).parse_args(arguments)
+    if given.show:
+        _show(given)
+        return
     names = given.library or list(libraries)
     known = {name: library(libraries[name]) for name in names}
     for name in [name for name in names if (reason := known[name].missing()) is not None]:
@@ -60,6 +64,23 @@ def main(arguments: Sequence[str] | None = None, libraries: Mapping[str, str] = 
         given.markdown.write_text(text, encoding="utf-8")
 
 
+def _show(given: argparse.Namespace) -> None:
+    """Writes a table of the rows of files.
+
+    Raises:
+        SystemExit: these are of different versions, or there is nowhere to write it.
+    """
+    if given.markdown is None:
+        raise SystemExit("--show needs a place to write to: --markdown FILE")
+    versions: dict[str, str] = {}
+    kept: dict[tuple[str, str], Row] = {}
+    for file in given.show:
+        kept |= _kept(file, versions, given.steps)
+        versions |= json.loads(file.read_text(encoding="utf-8"))["versions"]
+    text = table.document(kept.values(), versions, given.steps, _COMMAND)
+    given.markdown.write_text(text, encoding="utf-8")
+
+
 def _parser(libraries: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.coverage",
@@ -72,6 +93,7 @@ def _parser(libraries: Mapping[str, str]) -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for each model (default: 600)")
     parser.add_argument("--memory", type=float, default=12.0, help="GiB for each model (default: 12)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the rows are kept")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing; rows of these files")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="where the table is written")
     return parser
 
