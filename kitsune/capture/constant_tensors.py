@@ -75,6 +75,8 @@ def _can_be_made_again(nodes: Sequence[fx.Node]) -> bool:
     values = {node: _written_by(node) for node in nodes}
     if not all(_is_torchs(node) and isinstance(value, Tensor) for node, value in values.items()):
         return False
+    if any(value.is_inference() for value in values.values()):  # they have no count of writes
+        return False
     memory = {node: storage_of(value) for node, value in values.items()}  # with its views it has one count of writes
     writes = Counter(memory[node] for node in nodes if _writes(node))
     return all(

@@ -39,6 +39,7 @@ _SWAPPED: Mapping[object, bool] = {operator.gt: False, operator.le: True}
 
 
 _TAKING_SIZES = frozenset({"view", "reshape", "expand", "as_strided", "new_zeros", "new_ones", "new_empty", "new_full"})
+"""Methods of tensors whose sizes may be tensors of one number."""
 
 
 @contextmanager
