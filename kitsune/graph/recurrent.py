@@ -3,11 +3,14 @@
 PyTorch's operator keeps what its backward pass reads only where autograd is on, whatever `train` says. Replays run
 without autograd, so the operator here switches it on, for tensors that it does not follow. How large that is, oneDNN
 decides, and PyTorch does not foresee: here it is found out by a run.
+
+Its backward pass gives gradients in float32 whatever the dtype is in some versions. Autograd casts them, unseen by
+tracing, and so does the operator here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, fx
 from kitsune.graph.values import mode_of
 
 _ORIGINAL = torch.ops.aten.mkldnn_rnn_layer.default
-_NAME = "kitsune::mkldnn_rnn_layer"
+_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _KEPT = 3
 """Which of the results the backward pass alone reads."""
 
@@ -34,7 +37,10 @@ def keep_for_backward(module: fx.GraphModule) -> None:
         node.meta["val"] = _foreseen(node, args)
         for user in node.users:
             user.meta["val"] = node.meta["val"][user.args[1]]
-    if found:
+    backward = module.graph.find_nodes(op="call_function", target=_BACKWARD)
+    for node in backward:
+        node.target = torch.ops.kitsune.mkldnn_rnn_layer_backward.default
+    if found or backward:
         module.recompile()
 
 
@@ -67,11 +73,19 @@ def _kind(args: Sequence[Any]) -> object:
     return tuple((one.size(), one.stride(), one.dtype) if isinstance(one, Tensor) else repr(one) for one in args)
 
 
-def _schema() -> str:
-    schema = str(_ORIGINAL._schema)
-    return schema[schema.index("(") :]
+def _run_backward(*args: Any) -> tuple[Tensor, ...]:
+    """Gradients of the first arguments, in their order and their dtypes."""
+    gradients: tuple[Tensor, ...] = _BACKWARD(*args)
+    return tuple(gradient.to(one.dtype) for gradient, one in zip(gradients, args, strict=False))
 
 
-torch.library.define(_NAME, _schema())
-torch.library.impl(_NAME, "CompositeExplicitAutograd", _run)
-torch.library.register_fake(_NAME, _fake)
+def _define(original: torch._ops.OpOverload, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    schema = str(original._schema)
+    name = f"kitsune::{original._schema.name.removeprefix('aten::')}"
+    torch.library.define(name, schema[schema.index("(") :])
+    torch.library.impl(name, "CompositeExplicitAutograd", run)
+    torch.library.register_fake(name, fake)
+
+
+_define(_ORIGINAL, _run, _fake)
+_define(_BACKWARD, _run_backward, _BACKWARD)

@@ -18,7 +18,7 @@ from tests.benchmarks.coverage.sample import Batch, Sample
 
 _IMAGES = 2
 _CLASSES = 10
-_SMALL_SIZES = (96, 128, 192)
+_SMALL_SIZES = (96, 112, 128, 192, 224)
 _TINY = "test_"
 """Models that timm has for tests of its own are not those of its users."""
 
