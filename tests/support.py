@@ -29,6 +29,8 @@ losses, parameters, buffers, optimizer state, gradients and random numbers. This
 "replayed" means that captured graphs ran, and that everything came out as without; "replayed, but for the update" that
 the optimizer runs its own `step()`, and `status()` says why; "plain PyTorch, with a reason" that nothing is accelerated
 then; "raises, as in plain PyTorch" that the error is the same. Tests that need a GPU or take long have to be asked for.
+
+Which models of timm and transformers are captured, and why others are not, is in [coverage.md](coverage.md).
 """
 
 

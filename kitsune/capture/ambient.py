@@ -91,6 +91,7 @@ def _switches(kind: str) -> tuple[Reading, ...]:
         (torch.is_inference_mode_enabled, ()),
         (_C._get_deterministic_algorithms, ()),
         (torch.get_default_dtype, ()),
+        (_C._get_mkldnn_enabled, ()),  # which recurrent layers are told apart by
     )
     if kind != "cuda":
         return common

@@ -48,6 +48,9 @@ NUMPY = "the type, the shape or the length of an array or a number of NumPy's is
 READS: Any = getattr(builtin, "GetAttrBuiltinVariable", BuiltinVariable)
 """What an attribute is read by, where the program writes `it.name` as where it calls `getattr`."""
 
+ASSIGNMENTS: Any = getattr(builtin, "SetAttrBuiltinVariable", BuiltinVariable)
+"""The same for assignments."""
+
 IS_BEFORE_2_13 = READS is BuiltinVariable
 
 SETTINGS = (sys.getrecursionlimit, *([sys.get_int_max_str_digits] if hasattr(sys, "get_int_max_str_digits") else ()))
@@ -61,7 +64,7 @@ _ARITHMETIC = (
     *(f"__{name}__" for name in ("neg", "pos", "abs", "eq", "lt", "le", "gt", "ge")),
 )
 
-_IN_PLACE = frozenset(getattr(operator, f"i{name}") for name in (*_OPERATORS, "lshift", "rshift"))
+IN_PLACE = frozenset(getattr(operator, f"i{name}") for name in (*_OPERATORS, "lshift", "rshift"))
 """What Dynamo calls while it captures, where it is given constants."""
 
 _OF_DEFINITIONS = frozenset(
@@ -441,7 +444,7 @@ def _noting_questions(called: Called) -> Callable[..., Any]:
             refuse("dir() is called")
         if variable.fn in (isinstance, type, len) and args and _is_of_numpy(args[0]):
             refuse(NUMPY)
-        if variable.fn in _IN_PLACE and _is_of_numpy(args[0]):
+        if variable.fn in IN_PLACE and _is_of_numpy(args[0]):
             refuse("an array of NumPy is changed in place")
         if variable.fn in (isinstance, issubclass) and len(args) == 2:
             try:

@@ -26,6 +26,8 @@ def guarded() -> Iterator[None]:
     build: Callable[..., Any] = GuardBuilder.get_guard_manager_from_source
 
     def get_guard_manager_from_source(builder: Any, source: Any) -> Any:
+        if source.name in builder._cached_guard_managers:  # before all that it hangs on is looked at anew
+            return build(builder, source)
         hangs_there = isinstance(source, ChainedSource) and not isinstance(source, _OF_ITEMS)
         of_items = builder.get_guard_manager_from_source(source.base) if hangs_there else None
         if not isinstance(of_items, DictGuardManager) or not _is_empty(builder.get(source.base)):

@@ -91,7 +91,7 @@ class _Run(fx.Interpreter):
         foreseen = node.meta.get("val")
         if not isinstance(result, torch.Tensor) or not isinstance(foreseen, torch.Tensor):
             return result
-        if _strides(result) == _strides(foreseen):
+        if _strides(result) == _strides(foreseen) or not node.users:
             return result
         is_view = storage_of(result) in {storage_of(self.env[argument]) for argument in _tensors_of(node)}
         if is_view or foreseen.numel() != result.numel() or torch._debug_has_internal_overlap(foreseen) == 1:

@@ -2,11 +2,11 @@
 
 This is the only module that touches `torch._dynamo`, but for `aliases`, `apart`, `attribute_reads`,
 `autograd_functions`, `called`, `causal_masks`, `changes`, `compilations`, `dict_attributes`, `direct_calls`,
-`equality`, `function_looks`, `identity`, `kept_results`, `late_reads`, `lookups`, `protocols`, `refusing`, `retention`,
-`set_order`, `side_effects`, `texts`, `transforms` and `truth`. `torch.compile` with a backend of one's own is public.
-What is not: the switch that guards hooks, the switches that keep numbers drawn on the host from being frozen, the
-guards, that a call asks whether it is being compiled, what Dynamo takes a sequence for, the advice that it gives, and
-its marks on tensors.
+`equality`, `function_looks`, `identity`, `kept_results`, `known_answers`, `late_reads`, `leaves`, `lookups`,
+`protocols`, `recurrent`, `refusing`, `retention`, `set_order`, `side_effects`, `texts`, `transforms` and `truth`.
+`torch.compile` with a backend of one's own is public. What is not: the switch that guards hooks, the switches that keep
+numbers drawn on the host from being frozen, the guards, that a call asks whether it is being compiled, what Dynamo
+takes a sequence for, the advice that it gives, and its marks on tensors.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ from kitsune.capture import (
     causal_masks,
     dict_attributes,
     equality,
+    experts,
     identity,
     kept_results,
+    known_answers,
+    leaves,
     lookups,
     protocols,
+    recurrent,
     refusing,
     set_order,
     side_effects,
@@ -57,6 +61,7 @@ from kitsune.capture.changes import Names, of_answers, of_facts
 from kitsune.capture.changes import noting as noting_names
 from kitsune.capture.direct_calls import DirectCall, Repetition
 from kitsune.capture.global_hooks import is_of_global_hooks, without_own
+from kitsune.capture.host_draws import HostDraws, take_draws
 from kitsune.capture.refusing import refuse
 from kitsune.capture.result_views import take_views
 from kitsune.capture.retention import Retention
@@ -64,6 +69,7 @@ from kitsune.capture.signature import MARKED
 from kitsune.capture.sole import sole_capture
 from kitsune.capture.uncaptured_calls import refusal_of
 from kitsune.errors import KitsuneError, Refusal, RefusedError
+from kitsune.graph import grouped_products
 from kitsune.native.build import facts_type
 from kitsune.native.facts import Fact, attribute, result
 
@@ -108,6 +114,8 @@ class GuardedFunction:
         self._is_direct_sought = False
         self._graph: fx.GraphModule | None = None
         self._ends: fx.GraphModule | None = None  # see `take_views`
+        self._draws = HostDraws()
+        self._refusal: Refusal | None = None  # of its graph
         self._called = self._answers = facts_type()([])
         self._called_facts: tuple[Fact, ...] = ()
         self._answers_facts: tuple[Fact, ...] = ()
@@ -196,7 +204,7 @@ class GuardedFunction:
 
         None where calls do more than to run the graph and to return its result, or where that cannot be told.
         """
-        if self._direct is None or self._ends is not None:
+        if self._direct is None or self._ends is not None or self._draws.calls:
             return None
         repetition = self._direct.repetition(args, kwargs)
         if repetition is None:
@@ -218,15 +226,20 @@ class GuardedFunction:
         run = self._run()
         if self.stale or run is None:
             raise RefusedError(_CHANGED, passing=True)
+        if self._refusal is not None:
+            raise RefusedError(self._refusal)
         assert self._graph is not None
         instead: Run | None = getattr(self._thread, "instead", None)
-        if instead is not None:
-            return instead(self._graph, flat)
-        return self.results(run(self._graph, flat), flat)
+        results = self.results(run(self._graph, flat), flat) if instead is None else instead(self._graph, flat)
+        self._draws.draw()
+        return results
 
     def _on_capture(self, graph: fx.GraphModule) -> None:
         # A second graph comes from a failed guard, outside of the strict capture: it must not be run.
         self.stale = self._graph is not None
+        self._refusal = leaves.refuse_kept(graph.graph) or recurrent.refuse_elsewhere(graph)
+        experts.as_in_eager(graph)
+        self._draws = take_draws(graph)
         self._graph, self._ends = graph, take_views(graph)
 
 
@@ -333,6 +346,10 @@ def _strict_capture() -> Iterator[Called]:
         texts.known_or_refused(),
         protocols.refused(),
         causal_masks.answered(),
+        known_answers.given(),
+        leaves.followed(),
+        recurrent.followed(),
+        grouped_products.described(),
         mock.patch.object(RandomVariable, "call_method", _refuse_generator),
         mock.patch.object(InstructionTranslatorBase, "mark_inconsistent_side_effects", _refuse_question()),
         _bounded_refused(),

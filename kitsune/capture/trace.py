@@ -19,6 +19,8 @@ from kitsune.capture.sole import sole_capture
 from kitsune.capture.sparse import refuse_sparse, take_apart
 from kitsune.errors import Refusal, RefusedError
 from kitsune.graph.dataflow import storage_of
+from kitsune.graph.grouped_products import described, name_own
+from kitsune.graph.recurrent import keep_for_backward
 from kitsune.graph.verify import innermost_line, refuse_graph
 
 FlatFunction = Callable[..., Sequence[torch.Tensor | None]]
@@ -37,7 +39,7 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
             the midst of a capture.
     """
     try:
-        with sole_capture(), fx.traceback.preserve_node_meta(), regions_left():
+        with sole_capture(), fx.traceback.preserve_node_meta(), regions_left(), described():
             torch.set_autocast_cache_enabled(False)  # it would outlive the tracing and hold fake tensors
             module = make_fx(function, decomposition_table=FILLS, tracing_mode="fake")(*inputs)
     except RefusedError:
@@ -46,6 +48,8 @@ def trace(function: FlatFunction, inputs: Sequence[torch.Tensor]) -> fx.GraphMod
         # Fake tensors stand for the user's values, so any operator may object in its own way.
         raise RefusedError(_refusal(error)) from error
     fold(module)
+    keep_for_backward(module)
+    name_own(module)
     take_apart(module)
     refusal = refuse_graph(module.graph)
     if refusal is not None:

@@ -46,8 +46,6 @@ _IN_OTHER_WORDS = {
 _SKIPPED = re.compile(r"Developer debug context: module: (\S+), qualname: (\S+), skip reason")
 """Of a function that Dynamo is told not to look into, where its message says which one it is."""
 
-_WITHOUT_RNN = "name the parts of the model without any: KitsuneOptimizer(..., model=)"
-
 
 def refusal_of(error: Exception) -> Refusal:
     """What stands in the way, by what Dynamo raised; and where."""
@@ -62,8 +60,6 @@ def refusal_of(error: Exception) -> Refusal:
     for switch, refusal in _SWITCHED_OFF.items():
         if switch in said:
             said, remedy = refusal.reason, refusal.remedy
-    if "wrap RNN" in said:
-        said, remedy = "a recurrent layer of torch is called (nn.RNN, nn.GRU, nn.LSTM)", _WITHOUT_RNN
     details = str(error).partition("Developer debug context: ")[2].partition("\n")[0]
     if said == "Observed exception":
         said = details or said

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import kitsune
 from kitsune.loop import cache
@@ -212,8 +213,9 @@ class Recurrent(nn.Module):
         self.cells, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        output, _ = self.cells(x.unsqueeze(1))
-        return self.head(output[:, -1])
+        packed = pack_padded_sequence(x.unsqueeze(1), torch.ones(len(x)), batch_first=True)
+        _, (hidden, _) = self.cells(packed)
+        return self.head(hidden[-1])
 
 
 class CumulativeNorm(nn.Module):
@@ -236,7 +238,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branch": (Branching, "if x.sum() > 0"),
     "mask": (Selecting, "x[mask]"),
     "counter": (Counting, "would have to be captured again"),
-    "lstm": (Recurrent, "a recurrent layer of torch is called"),
+    "packed sequences": (Recurrent, "pack_padded_sequence() is called"),
     "numpy": (Rounding, "use math or torch"),
     "seed": (Seeding, "torch.random.manual_seed() is called"),
     "generator": (Generating, "as a torch.Generator"),
