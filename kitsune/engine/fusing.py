@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from kitsune.background import Background, is_quiet
 from kitsune.capture.retention import no_traces
-from kitsune.engine.rewriting import Course, Rewritten, Telling, rewriting
+from kitsune.engine.rewriting import Course, Rewritten, Telling, form_of, rewriting
+from kitsune.engine.store import ProgramStore
 from kitsune.engine.worker.client import Ticket, Worker, refuse_worker, worker_of
 from kitsune.engine.worker.delivery import loaded
 from kitsune.errors import Refusal, first_line
@@ -22,8 +23,31 @@ from kitsune.graph.values import mode_of
 _log = logging.getLogger("kitsune")
 
 
+class Memory(NamedTuple):
+    """What was chosen for one program, on disk."""
+
+    store: ProgramStore
+    key: str
+
+    def read(self) -> Mapping[str, Any] | None:
+        """None where that is not known."""
+        return self.store.read_choice(self.key)
+
+    def write(self, choice: Mapping[str, Any]) -> None:
+        """Keeps it for the next process."""
+        self.store.write_choice(self.key, choice)
+
+
 class _Way(Protocol):
-    """Somewhere a program is made faster."""
+    """Somewhere a program is made faster.
+
+    Attributes:
+        memory: see `Fusing`.
+        wanted: the form of what is of use; None for all.
+    """
+
+    memory: Memory | None
+    wanted: str | None
 
     def may_go_on(self) -> bool:
         """Whether `advance` would do something. It takes next to nothing to ask."""
@@ -115,6 +139,15 @@ class Fusing:
         self._num_given = len(self._found)
         return new
 
+    @property
+    def memory(self) -> Memory | None:
+        """Where it is kept what was chosen for the program; None if that is not kept."""
+        return self._way.memory
+
+    def want(self, form: str) -> None:
+        """From now on only programs of that form (see `kitsune.engine.rewriting.form_of`) are of use."""
+        self._way.wanted = form
+
     def describe(self) -> str:
         """What is being done, as a `Status` says it."""
         return self._way.describe()
@@ -144,6 +177,8 @@ class _Here:
     """In this process: kernels are compiled in the background, and the step waits while they are timed."""
 
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        self.memory: Memory | None = None
+        self.wanted: str | None = None
         self._module, self._device = module, device
         self._telling = Telling()
         self._course: Course | None = None
@@ -192,6 +227,8 @@ class _InWorker:
     def __init__(
         self, ticket: Ticket, worker: Worker, mode: FakeTensorMode, refused: Callable[[Refusal], None]
     ) -> None:
+        self.memory: Memory | None = Memory(worker.store, ticket.key)
+        self.wanted: str | None = None
         self._ticket, self._worker, self._mode, self._refused = ticket, worker, mode, refused
         self._num_taken = 0  # of what was found
         self._loading: Background[Rewritten] | None = None
@@ -206,9 +243,11 @@ class _InWorker:
         if self._loading is not None:
             self._end_loading(self._loading)
         elif self._num_taken < len(self._ticket.found):
-            load = partial(loaded, self._ticket.found[self._num_taken], self._mode, self._worker.device)
-            self._loading = Background([load], 1, _nothing)
+            one = self._ticket.found[self._num_taken]
             self._num_taken += 1
+            if self.wanted in (None, form_of(one.fusions)):
+                load = partial(loaded, one, self._mode, self._worker.device)
+                self._loading = Background([load], 1, _nothing)
         elif not self._ticket.is_over:
             self._worker.look()
             while self._ticket.refusals:

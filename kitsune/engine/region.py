@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from kitsune.device import refuse_fusion, refuse_streams
 from kitsune.engine import planning
 from kitsune.engine.by_address import ByAddress, Places
 from kitsune.engine.contest import Contest
-from kitsune.engine.fusing import Fusing
+from kitsune.engine.fusing import Fusing, Memory
 from kitsune.engine.planned_recording import clear, most_on_streams, record_planned, room_on_streams
 from kitsune.engine.planning import Planned
 from kitsune.engine.recording import Recording, most_live_bytes
+from kitsune.engine.rewriting import form_of
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.graph_pool import GraphPool
 from kitsune.execution.handout import Handout
@@ -44,17 +46,21 @@ _REPLAYS_BEFORE_MORE_TRIALS = 1000
 
 
 class Choice(NamedTuple):
-    """What tells a plan from others of the same program."""
+    """What tells a plan from others of the same program.
 
-    is_generated: bool
-    is_fused: bool
+    Attributes:
+        form: see `rewriting.form_of`.
+        strategy, num_streams: of its schedule.
+    """
+
+    form: str
     strategy: str
     num_streams: int
 
     @classmethod
     def of(cls, planned: Planned) -> Choice:
-        plan = planned.plan
-        return cls(planned.is_generated, plan.is_fused, plan.schedule.strategy, plan.schedule.num_streams)
+        schedule = planned.plan.schedule
+        return cls(form_of(planned.plan.fusions), schedule.strategy, schedule.num_streams)
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,7 @@ class Region:
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] = ()
         self._fusing: Fusing | None = None  # under way
+        self._memory: Memory | None = None
         self._replays = 0
         self._is_reopened = False
         self._is_improving = chooser.may_improve = self._num_streams() > 1 or self._fuses()
@@ -212,6 +219,8 @@ class Region:
         budget.charge(contest.winner.take_recording_seconds())
         if contest.settled != settled:
             self.choice = Choice.of(self._plans()[contest.place])
+            if self._memory is not None and not self._is_improving:
+                self._memory.write(self.choice._asdict())
             self._chooser.may_improve = self._is_improving
             self._chooser.reopen()
             self._is_reopened = True
@@ -269,7 +278,7 @@ class Region:
         means = self._means
         if self._fusing is None and self._fuses():
             with means.budget.spending():
-                self._fusing = Fusing(self.module, inputs, means.log.do_without, is_whole=True)
+                self._begin_fusing(inputs)
         if not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
             return
         try:
@@ -291,6 +300,16 @@ class Region:
             means.log.do_without(Refusal(reason))
         if not self._is_improving and not self._others:
             self._chooser.will_not_improve()
+
+    def _begin_fusing(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._fusing = Fusing(self.module, inputs, self._means.log.do_without, is_whole=True)
+        self._memory = self._fusing.memory
+        kept = None if self._memory is None else self._memory.read()
+        if self._wanted is None and kept is not None:
+            with suppress(TypeError):  # of another version
+                self._wanted = Choice(**kept)
+        if self._wanted is not None:
+            self._fusing.want(self._wanted.form)
 
     def _end_fusing(self) -> None:
         fusing, self._fusing = self._fusing, None

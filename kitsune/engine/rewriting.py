@@ -54,6 +54,13 @@ Rewritten = tuple[fx.GraphModule, tuple[Fusion, ...]]
 """A graph, and what was tried to make it."""
 
 
+def form_of(fusions: Sequence[Fusion]) -> str:
+    """What was done to a program, in words: which code was generated for all of it, or its layout and fusions."""
+    used = [fusion.template for fusion in fusions if fusion.refusal is None]
+    named = [name for name in used if name.startswith(GENERATED) or name in LAYOUTS]
+    return ", ".join(named or (["fused"] if used else ["as captured"]))
+
+
 def is_final(rewritten: Rewritten) -> bool:
     """Whether nothing was left out that may be tried another time."""
     return not any(fusion.refusal in (LATE, SHORT_OF_MEMORY) for fusion in rewritten[1])
@@ -62,6 +69,10 @@ def is_final(rewritten: Rewritten) -> bool:
 Course = Generator[Background[bool | None], None, tuple[Rewritten, ...]]
 """Yields what is done in the background; to be resumed when that is over."""
 
+
+CHANNELS_LAST, SPARED_COPIES = "channels last", "spared copies"
+LAYOUTS = (CHANNELS_LAST, SPARED_COPIES)
+"""The names of what is done for the layout of a whole program."""
 
 GENERATED = "generated code"
 """The beginning of the names of fusions of all operators, or nearly all."""
@@ -108,10 +119,10 @@ def _layouts(module: fx.GraphModule) -> list[_Layout]:
     layouts = [_Layout(cleared, ())]
     if other is not cleared:
         convolutions = [node.name for node in other.graph.nodes if node.target in _CONVOLUTIONS]
-        layouts.append(_Layout(other, _of_layout("channels last", convolutions)))
+        layouts.append(_Layout(other, _of_layout(CHANNELS_LAST, convolutions)))
     spared = spare_copies(cleared)
     if spared is not cleared:
-        layouts.append(_Layout(spared, _of_layout("spared copies", sorted(_copies(cleared) - _copies(spared)))))
+        layouts.append(_Layout(spared, _of_layout(SPARED_COPIES, sorted(_copies(cleared) - _copies(spared)))))
     return layouts
 
 

@@ -131,12 +131,13 @@ class Worker:
 
     Attributes:
         device: as above.
+        store: where it is kept what was found.
         turn_seconds: for which the training has waited so far.
     """
 
     def __init__(self, device: torch.device, modules: Sequence[str] = ()) -> None:
         self.device, self._modules = device, modules
-        self._store = ProgramStore.of_user()
+        self.store = ProgramStore.of_user()
         self._slices = Slices()
         self._tickets: deque[Ticket] = deque()  # the first one is in work, or about to be
         self._number = 0
@@ -197,7 +198,7 @@ class Worker:
             is_whole=is_whole,
             is_careful=False,
         )
-        known = self._store.read(key)
+        known = self.store.read(key)
         if known is not None:
             return Ticket(job, key, list(known), is_done=True)
         ticket = Ticket(job, key)
@@ -299,7 +300,7 @@ class Worker:
             CostCache.of(self.device).adopt(message.costs)
             ticket.is_done = True
             if message.is_final:
-                self._store.write(ticket.key, ticket.found)
+                self.store.write(ticket.key, ticket.found)
         else:
             ticket.failure = message.reason
         self._begin()

@@ -58,3 +58,20 @@ def test_keys_tell_apart_what_forms_depend_on() -> None:
         key_of("g", cpu, {}),
     }
     assert len(keys) == 4
+
+
+def test_what_was_chosen_is_read(tmp_path: Path) -> None:
+    store = ProgramStore(tmp_path)
+    assert store.read_choice(KEY) is None
+    store.write_choice(KEY, {"form": "fused", "num_streams": 2})
+    assert ProgramStore(tmp_path).read_choice(KEY) == {"form": "fused", "num_streams": 2}
+    assert store.read(KEY) is None, "that is another file"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"[" * 10_000])
+def test_a_damaged_choice_counts_as_absent(content: bytes, tmp_path: Path) -> None:
+    store = ProgramStore(tmp_path)
+    store.write_choice(KEY, {})
+    (file,) = tmp_path.glob("choice-*.json")
+    file.write_bytes(content)
+    assert store.read_choice(KEY) is None
