@@ -12,8 +12,8 @@ from torch import fx
 
 from kitsune.capture.foreseen_layouts import lay_out_as_foreseen
 from kitsune.capture.retention import no_traces
-from kitsune.engine.rehearsal import difference
-from kitsune.engine.rewriting import GENERATED, Rewritten
+from kitsune.engine.rehearsal import Rehearsal
+from kitsune.engine.rewriting import GENERATED, Rewritten, form_of
 from kitsune.errors import Refusal, RefusedError, first_line
 from kitsune.execution.lower import Lowered, lower
 from kitsune.execution.placing import Writer, only, places, writers
@@ -112,7 +112,6 @@ def others(
     return *ranked, *(_with_fusions(planned, fusions) for planned in on_streams)
 
 
-@no_traces()
 def rewritten(
     module: fx.GraphModule,
     found: Sequence[Rewritten],
@@ -124,32 +123,70 @@ def rewritten(
     Args:
         inputs: of the present step. They are left as they are.
     """
-    device, plans = inputs[0].device, list[Planned]()
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for graph, fusions in found:
-            try:
-                refusal = _refuse_rewritten(module, graph, inputs)
-                if refusal is None:
-                    is_generated = any(fusion.template.startswith(GENERATED) for fusion in fusions)
-                    planned = in_order(graph, device, None if is_generated else inputs)
-                    plans.append(_with_fusions(planned, fusions))
-            except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
-                refusal = Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})")
-            if refusal is not None:
-                refused(refusal)
+    plans = list[Planned]()
+    for one in found:
+        vetting = Vetting(module, one)
+        while not vetting.advance(inputs):
+            pass
+        if vetting.planned is not None:
+            plans.append(vetting.planned)
+        elif vetting.refusal is not None:
+            refused(vetting.refusal)
     return plans
 
 
-def _refuse_rewritten(module: fx.GraphModule, graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Refusal | None:
-    """None if `graph`, made of `module`, does the same, with values laid out as its operators were given them."""
-    try:
-        lay_out_as_foreseen(graph, inputs)
-    except RefusedError as error:
-        return Refusal(f"a step with fused operators cannot run: {error.refusal.reason}", error.refusal.culprit)
-    other = difference(module, graph, inputs)
-    if other is None:
-        return None
-    return Refusal(f"a step with fused operators was compared with the captured one: {other}")
+class Vetting:
+    """Finds out, in a few short parts, whether a graph that was made of another may take its place.
+
+    It must do the same, with values laid out as its operators were given them.
+
+    Args:
+        module: the other one.
+        found: the graph.
+
+    Attributes:
+        planned: its plan, in order; None as long as that is not known.
+        refusal: why it may not; None as long as that is not known.
+    """
+
+    def __init__(self, module: fx.GraphModule, found: Rewritten) -> None:
+        self.planned: Planned | None = None
+        self.refusal: Refusal | None = None
+        self._module, (self._graph, self._fusions) = module, found
+        self._rehearsal: Rehearsal | None = None
+
+    @no_traces()
+    def advance(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Does one part; whether the outcome is known.
+
+        Args:
+            inputs: of the present step. They are left as they are.
+        """
+        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            try:
+                self._advance(inputs)
+            except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
+                self.refusal = Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})")
+        return self.planned is not None or self.refusal is not None
+
+    def _advance(self, inputs: Sequence[torch.Tensor]) -> None:
+        if self._rehearsal is None:
+            try:
+                lay_out_as_foreseen(self._graph, inputs)
+            except RefusedError as error:
+                reason = f"a step with fused operators cannot run: {error.refusal.reason}"
+                self.refusal = Refusal(reason, error.refusal.culprit)
+            self._rehearsal = Rehearsal(self._module, self._graph)
+            return
+        if not self._rehearsal.advance(inputs):
+            return
+        if self._rehearsal.problem is not None:
+            problem = self._rehearsal.problem
+            self.refusal = Refusal(f"a step with fused operators was compared with the captured one: {problem}")
+            return
+        is_generated = form_of(self._fusions).startswith(GENERATED)
+        planned = in_order(self._graph, inputs[0].device, None if is_generated else inputs)
+        self.planned = _with_fusions(planned, self._fusions)
 
 
 def _with_fusions(planned: Planned, fusions: tuple[Fusion, ...]) -> Planned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -141,9 +142,10 @@ class Region:
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] = ()
         self._fusing: Fusing | None = None  # under way
+        self._vetted: deque[planning.Vetting] = deque()  # what was found, and may be of use
         self._memory: Memory | None = None
         self._replays = 0
-        self._is_reopened = False
+        self._has_begun = self._is_reopened = False
         self._is_improving = chooser.may_improve = self._num_streams() > 1 or self._fuses()
         self.choice: Choice | None = wanted
 
@@ -276,32 +278,51 @@ class Region:
     def _improve(self, inputs: Sequence[torch.Tensor]) -> None:
         """Lets other plans try to be faster than the one in order, as they are found; until then nothing is done."""
         means = self._means
-        if self._fusing is None and self._fuses():
+        if not self._has_begun and self._fuses():
             with means.budget.spending():
                 self._begin_fusing(inputs)
-        if not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
+        if not self._vetted and not (is_quiet() if self._fusing is None else self._fusing.may_go_on()):
             return
         try:
             with means.budget.spending():
-                is_over = self._fusing is None or self._fusing.advance()
-                new = () if self._fusing is None else self._fusing.new()
-                found = planning.rewritten(self.module, new, inputs, means.log.do_without)
-                self._is_improving = not is_over
-                if is_over:
-                    self._end_fusing()
-                    found = [*found, *self._on_streams(found, inputs)]
+                found = self._vet(inputs) if self._vetted else self._look(inputs)
                 self._add(found, inputs)
         except RefusedError:
             raise
         except Exception as error:  # noqa: BLE001 - operators that cannot be timed, compilers, too little memory
             self._is_improving, self._fusing = False, None
+            self._vetted.clear()
             kind = type(error).__name__
             reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed by what was found before"
             means.log.do_without(Refusal(reason))
         if not self._is_improving and not self._others:
             self._chooser.will_not_improve()
 
+    def _look(self, inputs: Sequence[torch.Tensor]) -> Sequence[Planned]:
+        """Takes what was found since; when that was all, there are plans on several streams."""
+        if self._fusing is not None:
+            is_over = self._fusing.advance()
+            self._vetted.extend(planning.Vetting(self.module, one) for one in self._fusing.new())
+            if not is_over:
+                return ()
+            self._end_fusing()
+            if self._vetted:
+                return ()
+        self._is_improving = False
+        return self._on_streams(inputs)
+
+    def _vet(self, inputs: Sequence[torch.Tensor]) -> Sequence[Planned]:
+        """Looks a little longer at what was found first."""
+        vetting = self._vetted[0]
+        if not vetting.advance(inputs):
+            return ()
+        self._vetted.popleft()
+        if vetting.refusal is not None:
+            self._means.log.do_without(vetting.refusal)
+        return () if vetting.planned is None else (vetting.planned,)
+
     def _begin_fusing(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._has_begun = True
         self._fusing = Fusing(self.module, inputs, self._means.log.do_without, is_whole=True)
         self._memory = self._fusing.memory
         kept = None if self._memory is None else self._memory.read()
@@ -319,7 +340,7 @@ class Region:
         except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
             self._means.log.do_without(Refusal(f"fusing failed ({type(error).__name__}: {first_line(error)})"))
 
-    def _on_streams(self, found: Sequence[Planned], inputs: Sequence[torch.Tensor]) -> Sequence[Planned]:
+    def _on_streams(self, inputs: Sequence[torch.Tensor]) -> Sequence[Planned]:
         """Plans on several streams."""
         if self._num_streams() == 1:
             return ()
@@ -329,7 +350,7 @@ class Region:
             self.module,
             inputs,
             num_streams=self._num_streams(),
-            found=[*self._others, *found],
+            found=self._others,
             max_bytes=most_live_bytes(self.module, inputs, self._stable, self._means.config),
             room_bytes=room_bytes,
         )

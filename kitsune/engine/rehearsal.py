@@ -24,7 +24,15 @@ _LEAST_UNIT = torch.finfo(torch.float32).eps
 
 
 def difference(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
-    """What `after` returns or writes otherwise than `before` does, in words; None if nothing but for rounding.
+    """What a `Rehearsal` with these inputs finds, all at once."""
+    rehearsal = Rehearsal(before, after)
+    while not rehearsal.advance(inputs):
+        pass
+    return rehearsal.problem
+
+
+class Rehearsal:
+    """Finds out whether one graph does what another does, but for rounding, in a few short parts.
 
     How far apart rounding takes them depends on the model: a difference that is nothing to one layer decides about a
     ReLU of the next, and Adam makes much of gradients that are nearly zero. So the measure is what becomes of `before`
@@ -32,30 +40,50 @@ def difference(before: fx.GraphModule, after: fx.GraphModule, inputs: Sequence[T
 
     Args:
         before, after: graphs of a training step with the same inputs.
-        inputs: of the present step. They are left as they are, and so are the generators of random numbers.
+
+    Attributes:
+        problem: what `after` returns or writes otherwise than `before` does, in words; None but for rounding.
     """
-    device = inputs[0].device
-    inputs = [tensor.detach() for tensor in inputs]
-    eps, generator = rounding(before.graph), torch.Generator(device).manual_seed(0)
-    written = dataflow.written_inputs(after.graph) | dataflow.written_inputs(before.graph)
-    wanted = _left_by(before, inputs, written, eps)
-    apart = [0.0] * len(wanted)
 
-    def draw() -> None:
-        drawn = _left_by(before, [off_by(eps, tensor, generator) for tensor in inputs], written, eps)
-        found = map(_distance, drawn, wanted)
-        apart[:] = [max(most, one) if math.isfinite(one) else most for most, one in zip(apart, found, strict=True)]
+    def __init__(self, before: fx.GraphModule, after: fx.GraphModule) -> None:
+        self.problem: str | None = None
+        self._before, self._after, self._eps = before, after, rounding(before.graph)
+        self._written = dataflow.written_inputs(after.graph) | dataflow.written_inputs(before.graph)
+        self._generator: torch.Generator | None = None
+        self._apart: list[float] = []
+        self._num_draws, self._enough = 0, _DRAWS
 
-    for _ in range(_DRAWS):
-        draw()
-    found = _left_by(after, inputs, written, eps)
-    if [one.kind() for one in found] != [one.kind() for one in wanted]:
-        return "it returns other sizes or types"
-    for _ in range(_DRAWS, _MOST_DRAWS):
-        if _suspicion(found, wanted, apart) is None:
-            return None
-        draw()
-    return _suspicion(found, wanted, apart)
+    def advance(self, inputs: Sequence[Tensor]) -> bool:
+        """Runs two graphs; whether `problem` is known.
+
+        Args:
+            inputs: of the present step. They are left as they are, and so are the generators of random numbers.
+        """
+        inputs = [tensor.detach() for tensor in inputs]
+        wanted = self._left_by(self._before, inputs)
+        if self._num_draws < self._enough:
+            self._draw(inputs, wanted)
+            return False
+        found = self._left_by(self._after, inputs)
+        if [one.kind() for one in found] != [one.kind() for one in wanted]:
+            self.problem = "it returns other sizes or types"
+            return True
+        self.problem = _suspicion(found, wanted, self._apart)
+        self._enough += 1
+        return self.problem is None or self._num_draws >= _MOST_DRAWS
+
+    def _draw(self, inputs: Sequence[Tensor], wanted: Sequence[_Left]) -> None:
+        """Looks what rounding may make of the step."""
+        generator = self._generator or torch.Generator(inputs[0].device).manual_seed(0)
+        self._generator = generator
+        drawn = self._left_by(self._before, [off_by(self._eps, tensor, generator) for tensor in inputs])
+        found = list(map(_distance, drawn, wanted))
+        most = self._apart or [0.0] * len(found)
+        self._apart = [max(one, other) if math.isfinite(other) else one for one, other in zip(most, found, strict=True)]
+        self._num_draws += 1
+
+    def _left_by(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> list[_Left]:
+        return _left_by(module, inputs, self._written, self._eps)
 
 
 class _Left(NamedTuple):
