@@ -180,7 +180,7 @@ class _Here:
         self.memory: Memory | None = None
         self.wanted: str | None = None
         self._module, self._device = module, device
-        self._telling = Telling()
+        self._telling = Telling(waits=True)
         self._course: Course | None = None
         self._background: Background[bool | None] | None = None  # the latest
         self._found: list[Rewritten] = []
@@ -199,10 +199,9 @@ class _Here:
         except StopIteration as end:
             self._found += end.value
             return True
-        except Exception:
-            raise
-        except BaseException:
-            self._course = None
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt
+                self._course = None
             raise
         return False
 
@@ -255,7 +254,7 @@ class _InWorker:
         if self._loading is not None or self._num_taken < len(self._ticket.found) or not self._ticket.is_over:
             return False
         if self._ticket.failure is not None:
-            raise (RuntimeError if self._ticket.ends else _UnservedError)(self._ticket.failure)
+            raise (_UnservedError if self._ticket.is_unserved else RuntimeError)(self._ticket.failure)
         return True
 
     def new(self) -> list[Rewritten]:

@@ -64,6 +64,9 @@ class Choice(NamedTuple):
         return cls(form_of(planned.plan.fusions), schedule.strategy, schedule.num_streams)
 
 
+_AS_CAPTURED = Choice("as captured", "in order", 1)
+
+
 @dataclass(frozen=True)
 class Means:
     """What the regions of a loop share.
@@ -142,10 +145,12 @@ class Region:
         self._in_order: Planned | None = None
         self._others: tuple[Planned, ...] = ()
         self._fusing: Fusing | None = None  # under way
+        self._bases: list[Planned] = []  # rewritten, in order: what plans on several streams are made of
         self._vetted: deque[planning.Vetting] = deque()  # what was found, and may be of use
         self._memory: Memory | None = None
         self._replays = 0
         self._has_begun = self._is_reopened = False
+        self._is_kept = False  # what is wanted: it was chosen in an earlier process
         self._is_improving = chooser.may_improve = self._num_streams() > 1 or self._fuses()
         self.choice: Choice | None = wanted
 
@@ -221,8 +226,8 @@ class Region:
         budget.charge(contest.winner.take_recording_seconds())
         if contest.settled != settled:
             self.choice = Choice.of(self._plans()[contest.place])
-            if self._memory is not None and not self._is_improving:
-                self._memory.write(self.choice._asdict())
+            if not self._is_improving:
+                self._keep_choice()
             self._chooser.may_improve = self._is_improving
             self._chooser.reopen()
             self._is_reopened = True
@@ -295,8 +300,14 @@ class Region:
             kind = type(error).__name__
             reason = f"planning failed ({kind}: {first_line(error)}); the step is replayed by what was found before"
             means.log.do_without(Refusal(reason))
-        if not self._is_improving and not self._others:
+        if not self._is_improving and not self._contest.trying:
+            self._keep_choice()
             self._chooser.will_not_improve()
+
+    def _keep_choice(self) -> None:
+        """For the next process."""
+        if self._memory is not None and self.choice is not None:
+            self._memory.write({"choice": self.choice._asdict(), "options": self._options()})
 
     def _look(self, inputs: Sequence[torch.Tensor]) -> Sequence[Planned]:
         """Takes what was found since; when that was all, there are plans on several streams."""
@@ -308,8 +319,15 @@ class Region:
             self._end_fusing()
             if self._vetted:
                 return ()
+        found = self._on_streams(inputs)
+        there = [_AS_CAPTURED, *map(Choice.of, (*self._others, *found))]
+        if self._is_kept and self._wanted is not None and self._wanted not in there:
+            self._wanted, self._is_kept = None, False  # it is not there any more: all are tried
+            self._bases.clear()
+            self._begin_fusing(inputs, asks=False)
+            return ()
         self._is_improving = False
-        return self._on_streams(inputs)
+        return found
 
     def _vet(self, inputs: Sequence[torch.Tensor]) -> Sequence[Planned]:
         """Looks a little longer at what was found first."""
@@ -319,16 +337,25 @@ class Region:
         self._vetted.popleft()
         if vetting.refusal is not None:
             self._means.log.do_without(vetting.refusal)
-        return () if vetting.planned is None else (vetting.planned,)
+        if vetting.planned is None:
+            return ()
+        self._bases.append(vetting.planned)
+        return (vetting.planned,)
 
-    def _begin_fusing(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _options(self) -> dict[str, Any]:
+        """Those of the user's on which the choice depends."""
+        config = self._means.config
+        return {"num_streams": self._num_streams(), "max_memory": config.max_memory, "cuda_graphs": config.cuda_graphs}
+
+    def _begin_fusing(self, inputs: Sequence[torch.Tensor], *, asks: bool = True) -> None:
+        """`asks` whether something was chosen in an earlier process."""
         self._has_begun = True
         self._fusing = Fusing(self.module, inputs, self._means.log.do_without, is_whole=True)
         self._memory = self._fusing.memory
-        kept = None if self._memory is None else self._memory.read()
-        if self._wanted is None and kept is not None:
+        kept = self._memory.read() if self._memory is not None and asks else None
+        if self._wanted is None and kept is not None and kept.get("options") == self._options():
             with suppress(TypeError):  # of another version
-                self._wanted = Choice(**kept)
+                self._wanted, self._is_kept = Choice(**kept["choice"]), True
         if self._wanted is not None:
             self._fusing.want(self._wanted.form)
 
@@ -350,7 +377,7 @@ class Region:
             self.module,
             inputs,
             num_streams=self._num_streams(),
-            found=self._others,
+            found=self._bases,
             max_bytes=most_live_bytes(self.module, inputs, self._stable, self._means.config),
             room_bytes=room_bytes,
         )

@@ -97,7 +97,7 @@ def _generated(module: fx.GraphModule, stays: Callable[[fx.Node], bool], cache: 
     entry = f"program {graph_signature(taken.module.graph)}"
     if cache.get(entry) == trials.KILLED_US:
         raise RuntimeError("it ended the process that compiled it, or hung there")
-    trials.trying(f"generated code for {what}", {entry: trials.KILLED_US})
+    trials.trying(f"generated code for {what}", {entry: trials.KILLED_US}, trials.PROGRAM_SECONDS)
     made = taken.rebuilt(program_operator(taken.module, PROGRAMS))
     return made, (Fusion(f"{GENERATED}, {what}", taken.names, None, None, None),)
 
@@ -210,11 +210,15 @@ def _with_regions(fused: Rewritten, judge: Judge, is_late: Callable[[], bool], c
 
 
 class Telling:
-    """Tells the user what goes on, and why a step takes so long."""
+    """Tells the user what goes on, and why a step takes so long.
 
-    def __init__(self) -> None:
+    Args:
+        waits: whether the training waits while something is timed.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
         self._begun = self._latest = time.monotonic()
-        self._has_told = False
+        self._has_told = not waits
         self._count = 0
 
     def tell(self) -> None:

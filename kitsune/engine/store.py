@@ -103,16 +103,16 @@ class ProgramStore:
             _log.info("what was found for a program was not kept in %s: %s", self._directory, error)
 
 
-def key_of(graph: str, device: torch.device, options: Mapping[str, Any]) -> str:
+def key_of(program: str, device: torch.device, options: Mapping[str, Any]) -> str:
     """A key for a program: equal where the same forms serve, in all processes.
 
     Args:
-        graph: its `graph_signature`, which covers torch's switches.
+        program: its `digest`.
         device: where it runs.
-        options: on what else the forms depend.
+        options: on what else the forms depend, as torch's switches.
     """
     facts = {
-        "graph": graph,
+        "program": program,
         "identity": identity(device),
         "options": {name: repr(one) for name, one in options.items()},
     }

@@ -6,6 +6,7 @@ operators other than by import.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import operator
 import pickle
@@ -83,6 +84,10 @@ def packed(module: fx.GraphModule) -> bytes:
     Raises:
         TypeError, ValueError: a value or an argument has no such form: a sparse tensor, a symbolic size, a function.
     """
+    return dumped(_listed(module))
+
+
+def _listed(module: fx.GraphModule) -> _Packed:
     places = {node: _Node(place) for place, node in enumerate(module.graph.nodes)}
     storages = _Storages()
     attributes: dict[str, torch.Tensor] = {}
@@ -97,7 +102,23 @@ def packed(module: fx.GraphModule) -> bytes:
         value = pytree.tree_map(storages.value, node.meta.get("val"))
         kept = {name: node.meta[name] for name in _KEPT if isinstance(node.meta.get(name), str)}
         nodes.append(_Listed(node.op, node.name, _named(node.target), args, kwargs, value, kept))
-    return dumped(_Packed(nodes, storages.listed, attributes))
+    return _Packed(nodes, storages.listed, attributes)
+
+
+def digest(module: fx.GraphModule) -> str:
+    """Equal for graphs with equal operators, values, memory that these share, and constants; in all processes.
+
+    Raises:
+        TypeError, ValueError: as `packed`.
+    """
+    listed = _listed(module)
+    text = hashlib.sha256()
+    for node in listed.nodes:
+        text.update(repr((node.op, node.name, node.target, node.args, node.kwargs, node.value)).encode())
+    text.update(repr(listed.storages).encode())
+    for name, constant in sorted(listed.attributes.items()):
+        text.update(name.encode() + dumped(constant))
+    return text.hexdigest()[:32]
 
 
 def unpacked(content: bytes, mode: FakeTensorMode | None = None) -> fx.GraphModule:

@@ -23,10 +23,9 @@ def compose_updates(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = copy.deepcopy(module.graph)
     for node in list(graph.nodes):
-        compose = _COMPOSED.get(node.target)
-        if compose is not None:
+        if is_update(node):
             with graph.inserting_before(node):
-                compose(_Calls(graph), _named(node))
+                _COMPOSED[node.target](_Calls(graph), _named(node))
             graph.erase_node(node)
     return fx.GraphModule(module, graph)
 
@@ -74,8 +73,7 @@ def _adam(calls: _Calls, named: Mapping[str, Any], *, lists: Sequence[str], deco
     params, grads, averages, squares, most, steps = (named[name] for name in lists)
     if not params:
         return
-    decays, is_scaled = named["weight_decay"] != 0, named.get("grad_scale") is not None
-    assert not is_scaled, "captures unscale gradients themselves"
+    decays = named["weight_decay"] != 0
     # Of all parameters at once: a kernel for each would compute powers for each of its elements.
     count = calls.cast(calls(_aten.stack.default, list(steps)), torch.float64)
     corrections = [
@@ -155,5 +153,5 @@ _COMPOSED: Mapping[object, Callable[[_Calls, Mapping[str, Any]], None]] = {
 
 
 def is_update(node: fx.Node) -> bool:
-    """Whether `node` is an update that can be composed."""
-    return node.target in _COMPOSED
+    """Whether `node` is an update that can be composed: not one that unscales gradients, which captures do before."""
+    return node.target in _COMPOSED and node.kwargs.get("grad_scale") is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from operator import attrgetter, getitem
+from operator import getitem
 from threading import Lock
 from typing import NamedTuple
 
@@ -18,20 +18,21 @@ from torch import fx
 
 from kitsune.graph import dataflow
 from kitsune.graph.dependencies import operations
-from kitsune.graph.serialize import dumped
+from kitsune.graph.serialize import digest
+from kitsune.graph.signature import graph_signature
 from kitsune.kernels.regions import Backend, Code, region_name
 
 NAMESPACE = "kitsune_programs"
 
 
 def program_name(module: fx.GraphModule, backend: Backend) -> str:
-    """The name of the operator that computes `module`: equal for equal operators, constants and layouts."""
+    """The name of the operator that computes `module`: equal for equal operators, constants, layouts and switches.
+
+    Of torch's switches those count that choose kernels: generated code is another where it is to be deterministic.
+    """
     inputs, outputs = _values(module)
-    name = region_name(module, inputs, outputs, backend)
-    digest = hashlib.sha256(name.encode())
-    for node in module.graph.find_nodes(op="get_attr"):
-        digest.update(dumped(attrgetter(str(node.target))(module)))
-    return f"{backend.name}_{digest.hexdigest()[:24]}"
+    facts = region_name(module, inputs, outputs, backend), digest(module), graph_signature(module.graph)
+    return f"{backend.name}_{hashlib.sha256(' '.join(facts).encode()).hexdigest()[:24]}"
 
 
 def program_operator(module: fx.GraphModule, backend: Backend) -> torch._ops.OpOverload:
@@ -53,6 +54,8 @@ def program_operator(module: fx.GraphModule, backend: Backend) -> torch._ops.OpO
         own = {dataflow.storage_of(tensor) for tensor in outputs}
         if not taken.isdisjoint(own) or len(own) < len(outputs):
             raise ValueError("a program returns new tensors, each in memory of its own")
+        if len(taken) < len(inputs) and written_places(module):
+            raise ValueError("a program that writes takes tensors that share no memory")
         code = backend.compile(module, inputs)
         with _registering:
             if name not in _operators:

@@ -10,6 +10,9 @@ KILLED_US = 3e11
 TRIAL_SECONDS = 120.0
 """After which a trial is taken to hang; a compiler may take that long."""
 
+PROGRAM_SECONDS = 1200.0
+"""The same for code of a whole program."""
+
 Tell = Callable[[str, Mapping[str, float], float], None]
 
 _tell: Tell | None = None
@@ -27,15 +30,16 @@ def watch_by(tell: Tell, *, one_by_one: bool) -> None:
     _tell, _one_by_one = tell, one_by_one
 
 
-def trying(what: str, costs: Mapping[str, float]) -> None:
+def trying(what: str, costs: Mapping[str, float], seconds: float | None = None) -> None:
     """Something is about to be tried.
 
     Args:
         what: in words.
         costs: entries of the `CostCache` that are to be kept if the process does not survive it.
+        seconds: after which it is taken to hang; None for those of a trial.
     """
     if _tell is not None:
-        _tell(what, costs, TRIAL_SECONDS)
+        _tell(what, costs, TRIAL_SECONDS if seconds is None else seconds)
 
 
 def are_one_by_one() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import kitsune
 import models
-from kitsune.engine import contest, planning, rewriting
+from kitsune.engine import contest, fusing, planning, rewriting
 from kitsune.engine.fusing import Fusing
 from kitsune.fusion.judge import Verdict
 from kitsune.fusion.match import Alone
@@ -275,3 +275,51 @@ def test_a_fused_step_that_leaves_other_values_is_not_used(monkeypatch: pytest.M
     status = train(rtol=0, atol=0, replays=STEPS - 5).status()
     assert not any(schedule.fused for schedule in status.schedules)
     assert any("was compared with the captured one: " in refusal for refusal in status.refusals)
+
+
+class Disk:
+    """Where choices are kept: what an earlier process has chosen, and what is written."""
+
+    def __init__(self, choice: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        kept = {"num_streams": 1, "max_memory": None, "cuda_graphs": True, **options}
+        self._content = None if choice is None else {"choice": choice, "options": kept}
+        self.written: list[Mapping[str, Any]] = []
+        make = fusing._Here.__init__
+
+        def init(way: fusing._Here, *args: Any) -> None:
+            make(way, *args)
+            way.memory = self  # type: ignore[assignment]
+
+        monkeypatch.setattr(fusing._Here, "__init__", init)
+
+    def read(self) -> Mapping[str, Any] | None:
+        return self._content
+
+    def write(self, choice: Mapping[str, Any]) -> None:
+        self.written.append(choice)
+
+
+AS_CAPTURED = {"form": "as captured", "strategy": "in order", "num_streams": 1}
+AS_FUSED = {**AS_CAPTURED, "form": "fused"}
+
+
+@pytest.mark.usefixtures("replay_is_faster")
+@pytest.mark.parametrize(
+    ("chosen", "options", "num_tried"),
+    [
+        (None, {}, 2),
+        (AS_FUSED, {}, 2),
+        (AS_CAPTURED, {}, 1),
+        (AS_CAPTURED, {"num_streams": 4}, 2),  # of a process with other options
+        ({**AS_FUSED, "form": "generated code, the whole step"}, {}, 2),  # which is not found any more
+        ({"of": "another version"}, {}, 2),
+    ],
+)
+def test_what_an_earlier_process_chose_is_tried_alone_if_it_is_there(
+    chosen: dict[str, Any] | None, options: dict[str, Any], num_tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest.Contest, "_best", lambda contest: len(contest._makers) - 1)
+    disk = Disk(chosen, monkeypatch, **options)
+    status = train(replays=STEPS - (EAGER if num_tried == 2 else 5)).status()
+    assert [schedule.fused for schedule in status.schedules] == [False, True][:num_tried]
+    assert [one["choice"] for one in disk.written] == [AS_FUSED] * (num_tried - 1)

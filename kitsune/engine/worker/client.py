@@ -41,8 +41,7 @@ from kitsune.engine.worker.samples import sampled
 from kitsune.engine.worker.switches import switches
 from kitsune.errors import Refusal
 from kitsune.fusion import ahead
-from kitsune.graph.serialize import dumped, packed
-from kitsune.graph.signature import graph_signature
+from kitsune.graph.serialize import digest, dumped, packed
 from kitsune.kernels import triton_key
 from kitsune.timing import CostCache
 
@@ -78,6 +77,7 @@ class Ticket:
         is_done: whether that is all.
         refusals: what ended a worker, since the last look of whoever waits.
         failure: why there is none; None as long as there may be one.
+        is_unserved: whether that is because the worker cannot take the program at all.
         progress: parts that are compiled, and how many there are.
         ends: how many workers it has survived.
         is_cancelled: whether nobody waits for it any more.
@@ -88,6 +88,7 @@ class Ticket:
     found: list[Faster] = field(default_factory=list)
     is_done: bool = False
     failure: str | None = None
+    is_unserved: bool = False
     refusals: list[Refusal] = field(default_factory=list)
     progress: tuple[int, int] = (0, 0)
     ends: int = 0
@@ -183,8 +184,9 @@ class Worker:
             OSError: there is no worker.
             TypeError, ValueError: it cannot be handed over.
         """
-        inductor = _inductor()
-        key = key_of(graph_signature(module.graph), self.device, {"inductor": inductor, "is_whole": is_whole})
+        inductor, set_so = _inductor(), switches()
+        options = {"inductor": sorted(inductor.items()), "switches": sorted(set_so.items()), "is_whole": is_whole}
+        key = key_of(digest(module), self.device, options)
         self._number += 1
         uuid = str(torch.cuda.get_device_properties(self.device).uuid) if self.device.type == "cuda" else ""
         job = Job(
@@ -192,7 +194,7 @@ class Worker:
             program=packed(module),
             device=self.device,
             uuid=uuid,
-            switches=switches(),
+            switches=set_so,
             inductor=inductor,
             samples=dumped(sampled(inputs)),
             is_whole=is_whole,
@@ -206,17 +208,25 @@ class Worker:
             self._kill()
         self.start()
         self._tickets.append(ticket)
-        if self._is_ready and not self._is_at_work:
-            self._begin()
+        try:
+            if self._is_ready and not self._is_at_work:
+                self._begin()
+        except OSError:
+            self._kill()
+            self._tickets.remove(ticket)
+            raise
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for it any more."""
         ticket.is_cancelled = True
-        if self._tickets and self._tickets[0] is ticket and self._is_at_work:
-            self._send(Cancel(ticket.job.number))
-        elif ticket in self._tickets:
-            self._tickets.remove(ticket)
+        if not any(one is ticket for one in self._tickets) or os.getpid() != self._owner:
+            return
+        if self._tickets[0] is ticket and self._is_at_work and self._connection is not None:
+            with contextlib.suppress(OSError):  # it has ended, which the next look finds
+                self._send(Cancel(ticket.job.number))
+        else:
+            self._tickets = deque(one for one in self._tickets if one is not ticket)
 
     def may_look(self) -> bool:
         """Whether `look` has something to do."""
@@ -302,7 +312,7 @@ class Worker:
             if message.is_final:
                 self.store.write(ticket.key, ticket.found)
         else:
-            ticket.failure = message.reason
+            ticket.failure, ticket.is_unserved = message.reason, message.is_unserved
         self._begin()
 
     def _grant(self) -> None:
@@ -326,10 +336,14 @@ class Worker:
 
     def _ended(self, reason: str) -> None:
         """The process has ended, or hangs. What it was trying is never tried again, if it is certain what that was."""
+        was_at_work = self._is_at_work
         self._kill()
         if not self._tickets:
             return
         ticket, trying = self._tickets[0], self._trying
+        if ticket.is_cancelled:
+            self._tickets.popleft()
+            return
         ticket.ends += 1
         _log.info("the process that tries kernels is started anew: %s", reason)
         if ticket.job.is_careful and trying is not None:
@@ -340,18 +354,21 @@ class Worker:
             ticket.refusals.append(Refusal(f"it {ended}: {trying.what}"))
         ticket.job = ticket.job._replace(is_careful=True, is_whole=ticket.job.is_whole and not ticket.found)
         self._trying = None
-        if ticket.ends >= _MOST_ENDS or not self._is_at_work:
+        if ticket.ends >= _MOST_ENDS or not was_at_work:
             self._tickets.popleft()
             ticket.failure = f"the process that tries kernels has ended {ticket.ends} times ({reason})"
+            ticket.is_unserved = not was_at_work  # it could not even begin
 
     def _give_up(self, reason: str) -> None:
         while self._tickets:
-            self._tickets.popleft().failure = reason
+            ticket = self._tickets.popleft()
+            ticket.failure, ticket.is_unserved = reason, True
 
     def _kill(self) -> None:
         """With its children: it leads a session."""
         connection, process = self._connection, self._process
         self._connection = self._process = None
+        self._is_ready = self._is_at_work = self._wants_turn = self._is_overdue = False
         if connection is not None:
             connection.close()
         if process is not None and process.returncode is None and os.getpid() == self._owner:

@@ -66,7 +66,7 @@ class Trying(NamedTuple):
     Attributes:
         what: as the user is told.
         costs: to be kept of it then, so that nobody tries it again.
-        seconds: after which it is taken to hang.
+        seconds: after which it is taken to hang, unless it says anything.
     """
 
     what: str
@@ -143,7 +143,14 @@ class Result(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """From the worker: the job has none, for that reason."""
+    """From the worker: the job has come to nothing.
+
+    Attributes:
+        number: the job's.
+        reason: why.
+        is_unserved: whether the worker cannot take the program at all: it knows another device, or not all operators.
+    """
 
     number: int
     reason: str
+    is_unserved: bool

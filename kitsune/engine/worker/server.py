@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -63,6 +64,7 @@ class Server:
         self._connection, self._sending = connection, threading.Lock()
         self._number = 0  # of the present job
         self._device = torch.device("cpu")
+        self._is_final = True  # another worker would find no more
 
     def run(self) -> None:
         """Takes jobs until none has come for long.
@@ -86,49 +88,53 @@ class Server:
         self._number, self._device = job.number, job.device
         trials.watch_by(self._trying, one_by_one=job.is_careful)
         try:
-            outcome: Result | Failed = self._outcome(job)
+            _take_device(job)
+            set_switches(job.switches)
+            _set_inductor(job.inductor)
+            module = unpacked(job.program)
+        except Exception as error:  # noqa: BLE001 - drivers and torch refuse in many ways
+            self._send(Failed(job.number, _told(error), is_unserved=True))
+            return
+        try:
+            outcome: Result | Failed = self._outcome(module, job)
         except _Cancelled:
-            outcome = Failed(job.number, "it was cancelled")
+            outcome = Failed(job.number, "it was cancelled", is_unserved=False)
         except (EOFError, OSError):
             raise
         except Exception as error:  # noqa: BLE001 - compilers, drivers and too little memory fail in many ways
-            outcome = Failed(job.number, f"{type(error).__name__}: {first_line(error)}")
+            outcome = Failed(job.number, _told(error), is_unserved=False)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._send(outcome)
 
-    def _outcome(self, job: Job) -> Result:
-        _take_device(job)
-        set_switches(job.switches)
-        _set_inductor(job.inductor)
+    def _outcome(self, module: fx.GraphModule, job: Job) -> Result:
         cache = CostCache.of(job.device)
         known = cache.entries()
-        module = unpacked(job.program)
+        self._is_final = True
         if job.is_whole:
-            self._generate(module, job)
-        found = self._rewritten(module, job.device)
-        for one in found:
-            self._run(one, job)
-            self._send(Found(job.number, _faster(one)))
+            for make in generated(module, cache):
+                self._find(make, job)
+        for one in self._rewritten(module, job.device):
+            self._is_final &= is_final(one)
+            self._find(partial(_the, one), job)
         costs = {key: us for key, us in cache.entries().items() if known.get(key) != us}
-        return Result(job.number, costs, all(map(is_final, found)))
+        return Result(job.number, costs, self._is_final)
 
-    def _generate(self, module: fx.GraphModule, job: Job) -> None:
-        """Has code generated for all of the program."""
-        for make in generated(module, CostCache.of(job.device)):
-            try:
-                found = make()
-                self._run(found, job)
-            except _Cancelled:
-                raise
-            except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways, and the rest is tried
-                reason = f"no code for the program as a whole ({type(error).__name__}: {first_line(error)})"
-                self._send(Told(logging.INFO, reason))
-            else:
-                self._send(Found(job.number, _faster(found)))
+    def _find(self, make: Callable[[], Rewritten], job: Job) -> None:
+        """Makes a program, runs it once, and hands it over; what fails is left out."""
+        try:
+            found = make()
+            self._run(found, job)
+        except _Cancelled:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers and drivers fail in many ways, and the rest is tried
+            self._is_final &= not isinstance(error, torch.OutOfMemoryError)
+            self._send(Told(logging.INFO, f"a faster form of the program is left out: {_told(error)}"))
+        else:
+            self._send(Found(job.number, _faster(found)))
 
     def _run(self, rewritten: Rewritten, job: Job) -> None:
-        """Runs a program once on inputs as those that it will get, before the training does."""
+        """Runs a program once on inputs as those that it will get, before the training does, if there is memory."""
         module, fusions = rewritten
         key = f"program {graph_signature(module.graph)}"
         if CostCache.of(job.device).get(key) == trials.KILLED_US:
@@ -136,12 +142,15 @@ class Server:
         names = ", ".join(dict.fromkeys(fusion.template for fusion in fusions if fusion.refusal is None))
         trials.trying(f"the program with {names}", {key: trials.KILLED_US})
         values = [node.meta["val"] for node in dataflow.placeholders(module.graph)]
-        with torch.no_grad(), torch.autocast(job.device.type, enabled=False):
-            module.forward(*drawn(pickle.loads(job.samples), values))
-        synchronize(job.device)
+        try:
+            with torch.no_grad(), torch.autocast(job.device.type, enabled=False):
+                module.forward(*drawn(pickle.loads(job.samples), values))
+            synchronize(job.device)
+        except torch.OutOfMemoryError:
+            self._send(Told(logging.INFO, f"there is too little memory to run the program with {names} beforehand"))
 
     def _rewritten(self, module: fx.GraphModule, device: torch.device) -> tuple[Rewritten, ...]:
-        course = rewriting(module, device, Telling())
+        course = rewriting(module, device, Telling(waits=False))
         try:
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 while True:
@@ -197,6 +206,14 @@ class _Teller(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._send(Told(record.levelno, record.getMessage()))
+
+
+def _the(one: Rewritten) -> Rewritten:
+    return one
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _take_device(job: Job) -> None:

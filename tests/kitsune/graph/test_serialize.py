@@ -11,7 +11,7 @@ from torch import fx
 
 from kitsune.capture.trace import trace
 from kitsune.graph import dataflow
-from kitsune.graph.serialize import UnknownOperatorError, packed, packed_tensors, unpacked, unpacked_tensors
+from kitsune.graph.serialize import UnknownOperatorError, digest, packed, packed_tensors, unpacked, unpacked_tensors
 from kitsune.graph.signature import graph_signature
 from kitsune.graph.values import mode_of, wrong_value
 
@@ -110,3 +110,20 @@ def test_layouts_of_tensors_come_back_with_what_they_share() -> None:
         )
     keys = list(map(dataflow.storage_of, back))
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_digests_tell_constants_apart_and_names_of_no_process() -> None:
+    """Graphs that differ in what a constant tensor holds are others, though their operators are the same."""
+
+    def scaled(factor: float) -> fx.GraphModule:
+        return trace(lambda x: [x * torch.tensor([1.0, factor])], [torch.randn(2)])
+
+    assert digest(scaled(2.0)) == digest(scaled(2.0)) == digest(unpacked(packed(scaled(2.0))))
+    assert digest(scaled(2.0)) != digest(scaled(2.0000002))
+    assert graph_signature(scaled(2.0).graph) == graph_signature(scaled(3.0).graph), "which is of times alone"
+
+
+def test_digests_tell_shared_memory_apart() -> None:
+    base = torch.randn(4)
+    apart, together = ([torch.randn(2), torch.randn(2)], [base[:2], base[2:]])
+    assert digest(trace(lambda x, y: [x + y], apart)) != digest(trace(lambda x, y: [x + y], together))

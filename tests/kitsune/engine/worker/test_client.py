@@ -125,3 +125,20 @@ def test_who_does_not_wait_any_more_keeps_nobody_else_waiting(make: Callable[...
     worker.cancel(first)
     wait_for(worker, second)
     assert second.failure is None
+
+
+def test_a_program_that_was_being_tried_when_the_worker_died_can_be_given_up(make: Callable[..., Worker]) -> None:
+    """As by a training that is over: nothing raises, and the next program is served."""
+    worker, module = make("tests.kitsune.engine.worker.plant"), trace(lambda x: [x.tanh()], [torch.randn(64)])
+    first = worker.hand_over(module, [torch.randn(64)])
+    while not worker._is_at_work:
+        time.sleep(0.01)
+        worker.look()
+    assert worker._process is not None
+    worker._process.kill()
+    worker._process.wait()
+    worker.cancel(first)
+    other = trace(lambda x: [x.exp()], [torch.randn(64)])
+    second = worker.hand_over(other, [torch.randn(64)])
+    wait_for(worker, second)
+    assert second.failure is None
